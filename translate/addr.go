@@ -37,6 +37,12 @@ func (v VA) Add(n uint64) (VA, bool) {
 // String returns the address in hexadecimal.
 func (v VA) String() string { return fmt.Sprintf("VA %#x", uint64(v)) }
 
+// Range is N bytes of guest-physical memory from PA on.
+type Range struct {
+	PA PA
+	N  uint64
+}
+
 // Key is an L_Key or R_Key (IBTA 10.6.3): 24 bits of index, 8 bits of variant that change each time the index is
 // reused. The low bits of the index are the place in the memory protection table. All bits are random.
 type Key uint32

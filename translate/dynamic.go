@@ -75,11 +75,12 @@ func (vm *VM) CreateDynamic(k Kind, pd PD, pages uint64) (Key, error) {
 	}
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
-	g, idx, key, err := vm.newKeyLocked(pages)
+	d := &Dynamic{vm: vm, kind: k, pd: pd, pages: pages}
+	g, idx, key, err := vm.newKeyLocked(pages, d.cost())
 	if err != nil {
 		return 0, err
 	}
-	d := &Dynamic{vm: vm, kind: k, pd: pd, handle: key, key: key, pages: pages, slot: &g.region[idx&mptGroupMask]}
+	d.handle, d.key, d.slot = key, key, &g.region[idx&mptGroupMask]
 	d.now.dynamic = true
 	if k == FastRegion {
 		d.now.mtt = make([]mttGroup, 1)

@@ -95,24 +95,26 @@ func (k *groupRange) contains(r *Region, n uint64) bool {
 	return k.r == r && n >= k.first && n <= k.last
 }
 
-// roomLocked makes room for need more entries, if it can, by removing at most as many groups as that takes.
-func (vm *VM) roomLocked(need uint64, keep groupRange) bool {
-	p := &vm.demand
-	if need <= vm.lim.MaxPages-vm.pages {
+// roomLocked makes room for need more entries, and for that many bytes in the account, if it can, by removing at most
+// as many groups as that takes.
+func (vm *VM) roomLocked(need, bytes uint64, keep groupRange) bool {
+	p, account := &vm.demand, vm.lim.Account
+	enough := func() bool { return need <= vm.lim.MaxPages-vm.pages && bytes <= account.Room() }
+	if enough() {
 		return true
 	}
 	most := uint64(p.groups)*sparseGroupCharge + uint64(p.leaves)*mttGroupSize
-	if free := vm.lim.MaxPages - vm.pages; need > free+most {
+	if need > vm.lim.MaxPages-vm.pages+most || bytes > account.Room()+most*entrySize {
 		return false // all groups would not suffice
 	}
-	for need > vm.lim.MaxPages-vm.pages {
+	for !enough() {
 		m, n, ok := p.victimLocked(&keep)
 		if !ok {
 			break
 		}
-		vm.pages -= m.chargeLocked()
+		before := m.chargeLocked()
 		m.dropLocked(n)
-		vm.pages += m.chargeLocked()
+		vm.chargedLocked(m.r, before)
 		m.r.generation.Add(1)
 		p.reclaimed++
 		vm.undrained = true
@@ -120,7 +122,7 @@ func (vm *VM) roomLocked(need uint64, keep groupRange) bool {
 	if vm.undrained && (vm.clearing == nil || vm.clearing.Done()) {
 		vm.releaseLocked()
 	}
-	return need <= vm.lim.MaxPages-vm.pages
+	return enough()
 }
 
 // Reclaimed returns how many groups of up to 512 entries of demand regions were removed to make room for others.

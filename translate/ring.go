@@ -46,6 +46,9 @@ func NewRing(s *Space, pas []PA, pageShift uint8, length uint64) (Ring, error) {
 	return r, nil
 }
 
+// Footprint returns the bytes that the page list occupies; 0 if the ring is contiguous.
+func (r *Ring) Footprint() uint64 { return AllocatedFor[PA](len(r.pas)) }
+
 // Len returns the ring's size in bytes; 0 for the zero Ring.
 func (r *Ring) Len() uint64 { return r.length }
 

@@ -31,6 +31,9 @@ type Limits struct {
 	// counts its pages. A demand region counts the memory of its table: 64 for a group of 512 pages with a present one,
 	// and 512 more if it has several. When the limit is reached, groups of demand regions are reclaimed.
 	MaxPages uint64
+	// Account is charged with regions, windows and entries; nil: nobody is. When it is full, groups of demand regions are
+	// reclaimed, too.
+	Account *Account
 }
 
 // VM is stages one and two of one HCA function: the memory protection table, whose index is the upper part of a key,
@@ -65,21 +68,32 @@ type mptGroup struct {
 	variant [mptGroupSize]uint8 // of the next key; guarded by VM.mu
 }
 
+// complete fills in defaults.
+func (l *Limits) complete() {
+	if l.MaxRegions <= 0 {
+		l.MaxRegions = 1 << 16
+	}
+	l.MaxRegions = min(l.MaxRegions, maxKeyIndex)
+	if l.MaxPages == 0 {
+		l.MaxPages = 1 << 25
+	}
+}
+
+// places returns the number of places of the table of keys: a power of two, of which at most two thirds are in use, so
+// that a free one is found at random.
+func (l *Limits) places() int { return min(1<<bits.Len32(uint32(l.MaxRegions)*3/2), maxKeyIndex+1) }
+
+// mptGroups returns how many groups these places are in.
+func (l *Limits) mptGroups() int { return (l.places() + mptGroupMask) >> mptGroupShift }
+
 // NewVM returns a VM over s, without regions.
 func NewVM(s *Space, lim Limits) *VM {
-	if lim.MaxRegions <= 0 {
-		lim.MaxRegions = 1 << 16
-	}
-	lim.MaxRegions = min(lim.MaxRegions, maxKeyIndex)
-	if lim.MaxPages == 0 {
-		lim.MaxPages = 1 << 25
-	}
-	// At most two thirds of the places are in use, so that a free one is found at random.
-	places := min(1<<bits.Len32(uint32(lim.MaxRegions)*3/2), maxKeyIndex+1)
+	lim.complete()
 	var seed [32]byte
 	_, _ = crand.Read(seed[:]) // never fails
+	places := lim.places()
 	return &VM{
-		mpt:    make([]atomic.Pointer[mptGroup], (places+mptGroupMask)>>mptGroupShift),
+		mpt:    make([]atomic.Pointer[mptGroup], lim.mptGroups()),
 		mask:   uint32(places - 1),
 		space:  s,
 		lim:    lim,
@@ -116,15 +130,16 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	demand, need := sp.Flags&DemandPaging != 0, sp.NPages
+	r := &Region{pd: sp.PD, phys: sp.Flags&Phys != 0, demand: demand}
+	r.setGeometry(&sp)
 	if demand {
 		need = 0
 	}
-	g, idx, key, err := vm.newKeyLocked(need)
+	g, idx, key, err := vm.newKeyLocked(need, r.cost())
 	if err != nil {
 		return nil, err
 	}
-	r := &Region{key: key, pd: sp.PD, phys: sp.Flags&Phys != 0, demand: demand}
-	r.setGeometry(&sp)
+	r.key = key
 	if demand {
 		r.sparse = newSparseMTT(r, &vm.demand)
 	} else {
@@ -136,14 +151,17 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 }
 
 // newKeyLocked takes an index and returns its next key, or ErrLimit if there is no free index or no room for that many
-// pages.
-func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err error) {
+// pages, or for what the key costs, which is charged.
+func (vm *VM) newKeyLocked(pages uint64, c keyCost) (g *mptGroup, idx uint32, key Key, err error) {
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
-	if !vm.roomLocked(pages, groupRange{}) {
+	if !vm.roomLocked(pages, c.object+c.entries, groupRange{}) && pages > vm.lim.MaxPages-vm.pages {
 		return nil, 0, 0, fmt.Errorf("MTT entries: %d of %d in use, %d more requested: %w", vm.pages, vm.lim.MaxPages, pages,
 			ErrLimit)
+	}
+	if err := vm.lim.Account.chargeKey(c); err != nil {
+		return nil, 0, 0, err
 	}
 	idx = vm.takeIndexLocked()
 	if g = vm.mpt[idx>>mptGroupShift].Load(); g == nil {
@@ -158,8 +176,10 @@ func (vm *VM) newKeyLocked(pages uint64) (g *mptGroup, idx uint32, key Key, err 
 	return g, idx, key, nil
 }
 
-// giveIndexLocked frees an index and its pages.
-func (vm *VM) giveIndexLocked(pages uint64) {
+// giveIndexLocked frees an index, its pages, and what its key cost.
+func (vm *VM) giveIndexLocked(pages uint64, c keyCost) {
+	vm.lim.Account.Credit(CostRegions, c.object)
+	vm.lim.Account.Credit(CostEntries, c.entries)
 	vm.regions--
 	vm.pages -= pages
 }
@@ -249,16 +269,18 @@ func (vm *VM) SetPages(handle uint32, first uint64, pas []PA) error {
 		}
 	}
 	keep := groupRange{r, first >> mttGroupShift, (first + uint64(len(pas))) >> mttGroupShift}
-	if more := r.missingLocked(first, pas); !vm.roomLocked(more, keep) {
-		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed: %w", vm.pages, vm.lim.MaxPages, more,
-			ErrLimit)
+	if more := r.missingLocked(first, pas); !vm.roomLocked(more, more*entrySize, keep) {
+		vm.lim.Account.refuse(more * entrySize)
+		return fmt.Errorf("set pages: MTT entries: %d of %d in use, %d more needed, room for %d bytes: %w", vm.pages,
+			vm.lim.MaxPages, more, vm.lim.Account.Room(), ErrLimit)
 	}
-	vm.pages -= r.chargeLocked()
-	if r.setLocked(first, pas) {
+	before := r.chargeLocked()
+	lost := r.setLocked(first, pas)
+	vm.chargedLocked(r, before)
+	if lost {
 		r.generation.Add(1)
 		vm.releaseLocked()
 	}
-	vm.pages += r.chargeLocked()
 	return nil
 }
 
@@ -289,9 +311,9 @@ func (vm *VM) StartClear(handle uint32, first, count uint64) (*Drain, error) {
 	if err != nil {
 		return nil, fmt.Errorf("clear pages: %w", err)
 	}
-	vm.pages -= r.chargeLocked()
+	before := r.chargeLocked()
 	lost := r.clearLocked(first, count)
-	vm.pages += r.chargeLocked()
+	vm.chargedLocked(r, before)
 	if lost {
 		r.generation.Add(1)
 	}
@@ -358,13 +380,13 @@ func (vm *VM) closeLocked(d *Dynamic) {
 	d.close()
 	idx := vm.place(d.handle)
 	vm.mpt[idx>>mptGroupShift].Load().dynamic[idx&mptGroupMask].Store(nil)
-	vm.giveIndexLocked(d.pages)
+	vm.giveIndexLocked(d.pages, d.cost())
 }
 
 func (vm *VM) revokeLocked(r *Region) {
 	idx := vm.place(r.key)
 	vm.mpt[idx>>mptGroupShift].Load().region[idx&mptGroupMask].Store(nil)
-	vm.giveIndexLocked(r.chargeLocked())
+	vm.giveIndexLocked(r.chargeLocked(), r.costLocked())
 	if r.demand {
 		vm.demand.forgetLocked(r.sparse)
 	}

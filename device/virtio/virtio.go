@@ -69,12 +69,12 @@ type Conn interface {
 	// Space is the guest's memory under this connection.
 	Space() *translate.Space
 
-	// Hold makes [pa, pa+n) present and keeps it resident until release, which may be called from any goroutine, also
+	// Hold makes all ranges present and keeps them resident until release, which may be called from any goroutine, also
 	// after the memory or the connection has gone. It may wait for the host's swap device, so it must not be called on
-	// a loop; ctx ends the wait. The error is a *translate.MissError if the range is not guest memory,
-	// hostdriver.ErrBudget if too much is held, or that of the memory. The transport itself holds the rings of running
-	// queues.
-	Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error)
+	// a loop; ctx ends the wait. The error is a *translate.MissError if a range is not guest memory,
+	// hostdriver.ErrBudget if too much is held, or that of the memory; then nothing is held. Ranges in ascending order
+	// cost least (hostdriver.HoldRanges). The transport itself holds the rings of running queues.
+	Hold(ctx context.Context, ranges []translate.Range) (release func(), err error)
 
 	// Memory reports how much of the VM's memory is resident.
 	Memory() hostdriver.Status

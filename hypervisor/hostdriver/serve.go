@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/vnicd/vnicd/translate"
@@ -78,42 +79,91 @@ func (d *Driver) find(pa translate.PA) *region {
 type Hold struct {
 	b    *Budget
 	once sync.Once
-	gs   []heldGranule
+	held []heldRange
 }
 
-type heldGranule struct {
-	r *region
-	g *granule
+// heldRange are the granules first..last of a region, each held once.
+type heldRange struct {
+	r           *region
+	first, last uint64
 }
 
-// Hold makes [pa, pa+n) resident and published, and keeps it so until Release. It is for memory that a loop must be
-// able to use without a fault, such as rings. It waits for the memory, or until ctx ends. If the range is not guest
-// memory, the error is a *translate.MissError. At most half of the budget may be held (ErrBudget). It must not be
-// called on a loop or inside an epoch. A hold does not keep a slot from being removed.
+// Hold makes [pa, pa+n) resident and published, and keeps it so until Release. See HoldRanges.
 func (d *Driver) Hold(ctx context.Context, pa translate.PA, n uint64) (*Hold, error) {
+	return d.HoldRanges(ctx, []translate.Range{{PA: pa, N: n}})
+}
+
+// HoldRanges makes all ranges resident and published, and keeps them so until Release. It is for memory that a loop
+// must be able to use without a fault, such as rings. It waits for the memory, or until ctx ends. If a range is not
+// guest memory, the error is a *translate.MissError. At most half of the budget may be held (ErrBudget). On an error
+// nothing is held. It must not be called on a loop or inside an epoch. A hold does not keep a slot from being removed.
+//
+// Ranges in ascending order cost least: a Hold has one entry for all ranges whose granules are adjacent or the same.
+func (d *Driver) HoldRanges(ctx context.Context, ranges []translate.Range) (*Hold, error) {
 	h := &Hold{b: d.opts.Budget}
-	end, ok := pa.Add(n)
-	if !ok {
-		return nil, translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: pa}, Len: n}.Err()
+	for _, x := range ranges {
+		if err := d.holdRange(ctx, h, x); err != nil {
+			h.Release()
+			return nil, err
+		}
 	}
-	for at := pa; at < end; {
+	h.held = slices.Clip(h.held)
+	return h, nil
+}
+
+// holdRange adds a range to h.
+func (d *Driver) holdRange(ctx context.Context, h *Hold, x translate.Range) error {
+	end, ok := x.PA.Add(x.N)
+	if !ok {
+		return translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: x.PA}, Len: x.N}.Err()
+	}
+	for at := x.PA; at < end; {
 		r := d.find(at)
 		if r == nil {
-			h.Release()
-			return nil, translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: at}, Len: uint64(end - at)}.Err()
+			return translate.Miss{Kind: translate.BadAddress, Where: translate.Where{PA: at}, Len: uint64(end - at)}.Err()
 		}
 		to := min(end, r.end())
 		for i := r.granule(at); i <= r.granule(to-1); i++ {
-			g, err := d.hold(ctx, h, r, i)
-			if err != nil {
-				h.Release()
-				return nil, fmt.Errorf("holding %v, %d bytes: %w", pa, n, err)
+			if h.has(r, i) {
+				continue
 			}
-			h.gs = append(h.gs, heldGranule{r, g})
+			if _, err := d.hold(ctx, h, r, i); err != nil {
+				return fmt.Errorf("holding %v, %d bytes: %w", x.PA, x.N, err)
+			}
+			h.add(r, i)
 		}
 		at = to
 	}
-	return h, nil
+	return nil
+}
+
+// HoldCost bounds the memory that a Hold of these ranges, which are in ascending order, occupies, in bytes, if none of
+// them crosses from one slot to the next.
+func HoldCost(ranges []translate.Range) uint64 {
+	const release = 32 // the function value that callers keep
+	entries := 0
+	for i, x := range ranges {
+		// Less than a granule apart, their granules are the same or adjacent.
+		if i == 0 || uint64(x.PA-ranges[i-1].PA)-ranges[i-1].N >= minGranule {
+			entries++
+		}
+	}
+	return translate.AllocatedFor[Hold](1) + translate.AllocatedFor[heldRange](entries) + release
+}
+
+// has reports whether granule i of r is in the newest entry.
+func (h *Hold) has(r *region, i uint64) bool {
+	n := len(h.held)
+	return n > 0 && h.held[n-1].r == r && i >= h.held[n-1].first && i <= h.held[n-1].last
+}
+
+// add records that granule i of r is held once more.
+func (h *Hold) add(r *region, i uint64) {
+	if n := len(h.held); n > 0 && h.held[n-1].r == r && h.held[n-1].last+1 == i {
+		h.held[n-1].last = i
+		return
+	}
+	h.held = append(h.held, heldRange{r, i, i})
 }
 
 // Release ends the hold. It never waits. It may be called from any goroutine, any number of times, also after the
@@ -122,11 +172,14 @@ func (h *Hold) Release() {
 	h.once.Do(func() {
 		h.b.mu.Lock()
 		defer h.b.mu.Unlock()
-		for _, x := range h.gs {
-			if !x.r.gone {
-				h.b.releaseLocked(x.r, x.g, 1)
+		for _, x := range h.held {
+			if x.r.gone {
+				continue
+			}
+			for i := x.first; i <= x.last; i++ {
+				h.b.releaseLocked(x.r, x.r.m.granules[i], 1) // it is not absent while it is held
 			}
 		}
-		h.gs = nil
+		h.held = nil
 	})
 }

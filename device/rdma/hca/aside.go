@@ -52,20 +52,14 @@ const (
 	stageAnswer              // write the response
 )
 
-// span is a range of guest memory.
-type span struct {
-	pa translate.PA
-	n  uint64
-}
-
 // hostWait is host memory that a job waits for.
 type hostWait struct {
-	miss   translate.Miss // a page to fetch, if there are no ranges
-	ranges []span         // to hold
-	warm   bool           // only to make them present; failures do not matter
+	miss   translate.Miss      // a page to fetch, if there is nothing to hold
+	ranges [][]translate.Range // to hold, each list by itself
+	warm   bool                // only to make them present; failures do not matter
 
 	// Results.
-	holds holds
+	holds []held // one for each list, charged already; empty if warm
 	err   error
 }
 
@@ -75,20 +69,23 @@ func (w *hostWait) do(ctx context.Context, conn virtio.Conn) {
 		w.err = conn.Space().Fetch(ctx, w.miss, true)
 		return
 	}
-	for _, r := range w.ranges {
-		release, err := conn.Hold(ctx, r.pa, r.n)
+	for i, ranges := range w.ranges {
+		release, err := conn.Hold(ctx, ranges)
 		if err != nil {
 			w.err = err
-			w.holds.release()
+			w.drop()
 			return
 		}
 		if w.warm {
 			release()
 		} else {
-			w.holds = append(w.holds, release)
+			w.holds[i].release = release
 		}
 	}
 }
+
+// drop gives up what was to be held, or is.
+func (w *hostWait) drop() { dropAll(w.holds) }
 
 // failure is the status of a command whose wait failed (HF-2): "later", unless the memory does not exist.
 func (w *hostWait) failure() error {
@@ -110,13 +107,25 @@ type waitError struct {
 
 func (e *waitError) Error() string { return "host memory is absent" }
 
-// hold returns holds of ranges. At first the command steps aside for them; when it runs again, they are there.
-func (c *cmd) hold(ranges []span) (holds, error) {
-	if w := c.waited; w != nil && slices.Equal(w.ranges, ranges) {
+// hold returns a hold of each list of ranges. At first the command steps aside for them, unless they cost more than the
+// VM may use; when it runs again, they are there.
+func (c *cmd) hold(ranges ...[]translate.Range) ([]held, error) {
+	if w := c.waited; w != nil && slices.EqualFunc(w.ranges, ranges, slices.Equal) {
 		c.waited = nil
+		for i := range w.holds {
+			w.holds[i].there()
+		}
 		return w.holds, nil
 	}
-	return nil, &waitError{wait: &hostWait{ranges: ranges}}
+	holds := make([]held, len(ranges))
+	for i, x := range ranges {
+		var err error
+		if holds[i], err = newHeld(c.d.account, x); err != nil {
+			dropAll(holds)
+			return nil, err
+		}
+	}
+	return nil, &waitError{wait: &hostWait{ranges: ranges, holds: holds}}
 }
 
 // arrivals are jobs whose wait has ended.

@@ -25,16 +25,20 @@ func createCQ(c *cmd) error {
 	case r.ArmPA&3 != 0:
 		return refuse(abi.StatusInvalid, "arm word at PA %#x is not 4-byte aligned", r.ArmPA)
 	}
-	ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
+	ring, err := c.cqRing(&r.Ring, list)
 	if err != nil {
 		return err
 	}
-	h, err := c.hold(append(ringSpans(&r.Ring, list), span{translate.PA(r.ArmPA), 4}))
+	h, err := c.hold(ringRanges(&r.Ring, list), []translate.Range{{PA: translate.PA(r.ArmPA), N: 4}})
 	if err != nil {
 		return err
 	}
 	q := newCQ(c.d.data, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.data.ceqs[r.CEQ])
-	o := &cqObject{q: q, holds: h}
+	o := &cqObject{q: q, ring: h[0], arm: h[1], cost: cqCost(&ring)}
+	if err := o.cost.charge(c.d.account); err != nil {
+		dropAll(h)
+		return err
+	}
 	err = c.epoch(func() error {
 		if _, m := c.d.data.space().RingUint32(q.arm); !m.OK() {
 			return &faultError{what: "arm word", miss: m}
@@ -45,7 +49,7 @@ func createCQ(c *cmd) error {
 		return nil
 	})
 	if err != nil {
-		o.holds.release()
+		o.drop(c.d.account)
 		return err
 	}
 	c.t.cqs[q.n] = o
@@ -61,9 +65,18 @@ func (c *cmd) ring(a *abi.Ring, list []byte, minElem, maxElems int) (ring, error
 	return newRing(c.d.data.space(), a, list, minElem, maxElems)
 }
 
-// ringSpans returns the memory of a ring that has been checked.
-func ringSpans(a *abi.Ring, list []byte) []span {
-	return spansOf(decodePAs(list), 1<<a.PageShift, a.Length)
+// cqRing is ring for completions. All of its memory is held, so elements are at most twice as large as a completion.
+func (c *cmd) cqRing(a *abi.Ring, list []byte) (ring, error) {
+	if a.NPages != 0 && a.Log2ElemSize > abi.WCLog2ElemSize+1 {
+		return ring{}, refuse(abi.StatusInvalid, "log2_elem_size of a completion ring is %d, must be %d..%d", a.Log2ElemSize,
+			abi.WCLog2ElemSize, abi.WCLog2ElemSize+1)
+	}
+	return c.ring(a, list, abi.SizeWC, c.d.lim.CQEs)
+}
+
+// ringRanges returns the memory of a ring that has been checked.
+func ringRanges(a *abi.Ring, list []byte) []translate.Range {
+	return rangesOf(decodePAs(list), 1<<a.PageShift, a.Length)
 }
 
 // onOwner runs f where no other thread uses an object of that owner: on the
@@ -88,24 +101,28 @@ func resizeCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	ring, err := c.ring(&r.Ring, list, abi.SizeWC, c.d.lim.CQEs)
+	ring, err := c.cqRing(&r.Ring, list)
 	if err != nil {
 		return err
 	}
-	h, err := c.hold(ringSpans(&r.Ring, list))
+	h, err := c.hold(ringRanges(&r.Ring, list))
 	if err != nil {
 		return err
 	}
-	if err := c.onOwner(o.owner, func() error { return o.q.resize(ring) }); err != nil {
-		h.release()
+	// The VM pays for both rings until the old one is released.
+	resized := listCost(&ring)
+	if err = resized.charge(c.d.account); err == nil {
+		if err = c.onOwner(o.owner, func() error { return o.q.resize(ring) }); err != nil {
+			resized.credit(c.d.account)
+		}
+	}
+	if err != nil {
+		dropAll(h)
 		return err
 	}
-	// The arm word is held last and stays held; the old ring is released.
-	if n := len(o.holds); n > 0 {
-		old := o.holds[:n-1]
-		o.holds = append(h, o.holds[n-1])
-		old.release()
-	}
+	o.cost.swapList(c.d.account, resized)
+	o.ring.drop()
+	o.ring = h[0]
 	return nil
 }
 
@@ -122,7 +139,7 @@ func destroyCQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.cqs, n)
-	o.holds.release()
+	o.drop(c.d.account)
 	o.q.ceq.drop(&o.q.comp)
 	c.d.data.async.drop(&o.q.asyn)
 	return nil
@@ -153,6 +170,10 @@ func createSRQ(c *cmd) error {
 	if r.Limit > ring.mask {
 		return refuse(abi.StatusInvalid, "limit %d, the ring holds %d requests", r.Limit, ring.mask)
 	}
+	cost := srqCost(&ring, int(r.MaxSGE))
+	if err := cost.charge(c.d.account); err != nil {
+		return err
+	}
 	s := newSRQ(c.d.data, newID(c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
 	err = c.epoch(func() error {
 		if m := s.wr.start(); !m.OK() {
@@ -161,10 +182,11 @@ func createSRQ(c *cmd) error {
 		return nil
 	})
 	if err != nil {
+		cost.credit(c.d.account)
 		return err
 	}
 	p.refs++
-	c.t.srqs[s.n] = &srqObject{q: s, pdn: r.PDN}
+	c.t.srqs[s.n] = &srqObject{q: s, pdn: r.PDN, cost: cost}
 	(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -189,12 +211,17 @@ func modifySRQ(c *cmd) error {
 	}
 	s := o.q
 	var ring ring
+	var resized cost
 	if r.Flags&abi.SRQResize != 0 {
 		if ring, err = c.ring(&r.Ring, list, recvWQESize(s.maxSGE), c.d.lim.SRQWRs); err != nil {
 			return err
 		}
+		resized = listCost(&ring)
+		if err := resized.charge(c.d.account); err != nil {
+			return err
+		}
 	}
-	return c.onOwner(o.owner, func() error {
+	err = c.onOwner(o.owner, func() error {
 		mask := s.wr.mask
 		if r.Flags&abi.SRQResize != 0 {
 			mask = ring.mask
@@ -212,6 +239,13 @@ func modifySRQ(c *cmd) error {
 		}
 		return nil
 	})
+	switch {
+	case err != nil:
+		resized.credit(c.d.account)
+	case r.Flags&abi.SRQResize != 0:
+		o.cost.swapList(c.d.account, resized)
+	}
+	return err
 }
 
 func querySRQ(c *cmd) error {
@@ -245,6 +279,7 @@ func destroySRQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "shared receive queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.srqs, n)
+	o.cost.credit(c.d.account)
 	c.t.pds[o.pdn].refs--
 	c.d.data.async.drop(&o.q.asyn)
 	return nil

@@ -85,7 +85,7 @@ func setDoorbells(c *cmd) error {
 		db.pages[i] = translate.PA(pa)
 	}
 	e := c.d.data.engines[r.Engine]
-	h, err := c.hold(spansOf(db.pages[:], 1<<dbPageShift, uint64(len(db.pages))<<dbPageShift))
+	h, err := c.hold(rangesOf(db.pages[:], 1<<dbPageShift, uint64(len(db.pages))<<dbPageShift))
 	if err != nil {
 		return err
 	}
@@ -100,11 +100,11 @@ func setDoorbells(c *cmd) error {
 		return nil
 	})
 	if err != nil {
-		h.release()
+		dropAll(h)
 		return err
 	}
-	c.t.dbHeld[r.Engine].release()
-	c.t.dbHeld[r.Engine] = h
+	c.t.dbHeld[r.Engine].drop()
+	c.t.dbHeld[r.Engine] = h[0]
 	return nil
 }
 
@@ -129,9 +129,16 @@ func setAHTable(c *cmd) error {
 	if err != nil {
 		return memoryError(err)
 	}
-	if c.t.ahHeld, err = c.hold(spansOf(decodePAs(list), 1<<12, uint64(r.NumEntries)*abi.SizeAH)); err != nil {
+	h, err := c.hold(rangesOf(decodePAs(list), 1<<12, uint64(r.NumEntries)*abi.SizeAH))
+	if err != nil {
 		return err
 	}
+	pages := cost{list: mem.Footprint()}
+	if err := pages.charge(c.d.account); err != nil {
+		dropAll(h)
+		return err
+	}
+	c.t.ahHeld, c.t.ahCost = h[0], pages
 	c.d.data.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Commands about multicast groups.
@@ -43,9 +44,7 @@ func attachMcast(c *cmd) error {
 	case len(m) >= c.d.lim.McastMembers:
 		return &limitError{what: "members of a multicast group", n: uint64(len(m)) + 1, max: uint64(c.d.lim.McastMembers)}
 	}
-	c.d.data.groups.Store(t.with(gid, append(slices.Clone(m), o.q)))
-	o.mcast++
-	return nil
+	return c.replaceGroups(t, t.with(gid, append(slices.Clone(m), o.q)), &o.mcast, 1)
 }
 
 func detachMcast(c *cmd) error {
@@ -58,7 +57,21 @@ func detachMcast(c *cmd) error {
 	if i < 0 {
 		return refuse(abi.StatusNotFound, "QP %#x is not attached to %x", o.q.n, gid)
 	}
-	c.d.data.groups.Store(t.with(gid, slices.Delete(slices.Clone(t.groups[gid]), i, i+1)))
-	o.mcast--
+	return c.replaceGroups(t, t.with(gid, slices.Delete(slices.Clone(t.groups[gid]), i, i+1)), &o.mcast, -1)
+}
+
+// replaceGroups publishes a table of groups in place of old, and adds n to the memberships of a QP. It charges, or
+// credits, the difference of what they cost.
+func (c *cmd) replaceGroups(old, next *mcastTable, memberships *int, n int) error {
+	now, before := next.cost(), old.cost()
+	if now > before {
+		if err := c.d.account.Charge(translate.CostObjects, now-before); err != nil {
+			return memoryError(err)
+		}
+	} else {
+		c.d.account.Credit(translate.CostObjects, before-now)
+	}
+	c.d.data.groups.Store(next)
+	*memberships += n
 	return nil
 }

@@ -15,6 +15,9 @@ func createPD(c *cmd) error {
 	if n := len(c.t.pds); n >= c.d.lim.PDs {
 		return &limitError{what: "protection domains", n: uint64(n) + 1, max: uint64(c.d.lim.PDs)}
 	}
+	if err := pdCost().charge(c.d.account); err != nil {
+		return err
+	}
 	n := newID(c.t.pds, &c.t.lastPD)
 	c.t.pds[n] = &pd{}
 	(&abi.Handle{Handle: n}).Encode(c.reply(abi.SizeHandle))
@@ -34,6 +37,7 @@ func destroyPD(c *cmd) error {
 		return refuse(abi.StatusBusy, "protection domain %d is used by %d objects", n, p.refs)
 	}
 	delete(c.t.pds, n)
+	pdCost().credit(c.d.account)
 	return nil
 }
 
@@ -156,24 +160,25 @@ func (c *cmd) warm(pas []translate.PA, size uint64) {
 	pas = slices.DeleteFunc(pas, func(pa translate.PA) bool { return pa&abi.MTTAbsent != 0 })
 	absent, lookups := spansOf(pas, size, maxWarm), maxPresent
 	_ = c.epoch(func() error {
-		absent = slices.DeleteFunc(absent, func(x span) bool { return c.present(x, &lookups) })
+		absent = slices.DeleteFunc(absent, func(x translate.Range) bool { return c.present(x, &lookups) })
 		return nil
 	})
 	if len(absent) > 0 {
-		c.warming = &hostWait{ranges: absent, warm: true} // what fails is left to page faults
+		// What fails is left to page faults. One by one, so that little is held at a time.
+		c.warming = &hostWait{ranges: slices.Collect(slices.Chunk(absent, 1)), warm: true}
 	}
 }
 
 // present reports whether all of x is present on the host, as far as lookups suffice to know; inside an epoch.
-func (c *cmd) present(x span, lookups *int) bool {
-	for ; x.n > 0 && *lookups > 0; *lookups-- {
-		b, m := c.d.data.space().HostRead(x.pa, int(min(x.n, maxWarm)))
+func (c *cmd) present(x translate.Range, lookups *int) bool {
+	for ; x.N > 0 && *lookups > 0; *lookups-- {
+		b, m := c.d.data.space().HostRead(x.PA, int(min(x.N, maxWarm)))
 		if !m.OK() {
 			return false
 		}
-		x.pa, x.n = x.pa+translate.PA(len(b)), x.n-uint64(len(b))
+		x.PA, x.N = x.PA+translate.PA(len(b)), x.N-uint64(len(b))
 	}
-	return x.n == 0
+	return x.N == 0
 }
 
 // clearMTT makes entries absent at once. It is answered when no access uses the pages

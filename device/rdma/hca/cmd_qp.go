@@ -65,7 +65,7 @@ func (c *cmd) checkQP(r *abi.CreateQP) error {
 	return nil
 }
 
-func createQP(c *cmd) error {
+func createQP(c *cmd) (failed error) {
 	var r abi.CreateQP
 	if err := r.Decode(c.in); err != nil {
 		return err
@@ -112,6 +112,15 @@ func createQP(c *cmd) error {
 	if err := c.epoch(q.adoptIndices); err != nil {
 		return err
 	}
+	cost := qpCost(q)
+	if err := cost.charge(c.d.account); err != nil {
+		return err
+	}
+	defer func() {
+		if failed != nil {
+			cost.credit(c.d.account)
+		}
+	}()
 	q.engine = c.place(parts)
 	if q.typ == roce.GSI {
 		q.index, q.n = gsiQPN, gsiQPN
@@ -128,7 +137,7 @@ func createQP(c *cmd) error {
 	}
 	parts.pd.refs++
 	c.t.qps++
-	c.t.qpList[q.n] = &qpObject{q: q, uses: parts, bells: q.engine}
+	c.t.qpList[q.n] = &qpObject{q: q, uses: parts, bells: q.engine, cost: cost}
 	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.engine.id), DBSlot: uint32(q.index)}
 	resp.Encode(c.reply(abi.SizeCreateQPResp))
 	return nil
@@ -263,9 +272,7 @@ func destroyQP(c *cmd) error {
 		o.bells.loop.Visit(func() { o.bells.db.leave(q.index) })
 	}
 	c.d.data.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
-	if q.faulting() {
-		c.t.lingering = append(c.t.lingering, q)
-	}
+	c.t.lingering = o.end(c.d.account, c.t.lingering)
 	delete(c.t.qpList, n)
 	c.t.qps--
 	c.t.freeQPIndex(q.index)

@@ -254,6 +254,7 @@ func (c *commandLoop) run(j *job) {
 	next, w := c.d.execute(j)
 	if w != nil && next == stageRun {
 		if err := c.mayWait(j); err != nil { // it fails, or completes what has taken effect
+			w.drop()
 			j.waited = &hostWait{err: err}
 			next, w = c.d.execute(j)
 		}

@@ -61,7 +61,7 @@ func (d *Device) execute(j *job) (next stage, w *hostWait) {
 	j.waited, j.again = nil, nil
 	err := c.dispatch(j.req, j.room, again)
 	if c.waited != nil { // it needs them no more
-		c.waited.holds.release()
+		c.waited.drop()
 	}
 	var aside *waitError
 	switch m, absent := hostMiss(err); {

@@ -98,8 +98,7 @@ func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 		d.ceqs = append(d.ceqs, d.newEventQueue(abi.CEQQueue(i)))
 	}
 	d.qps = make([]atomic.Pointer[qp], qps+firstQPIndex)
-	// Not more than two thirds full, so that a free place is found at random.
-	d.numbers = make([]atomic.Pointer[qp], 1<<bits.Len(uint(len(d.qps)*3/2)))
+	d.numbers = make([]atomic.Pointer[qp], qpPlaces(len(d.qps)))
 	d.faultCounts = make([]uint32, 2*len(d.qps))
 	d.conns.table = cm.NewTable(2 * qps)
 	d.link.Store(true)
@@ -143,6 +142,10 @@ func (d *dataSide) withdraw(q *qp) {
 	d.numbers[d.numberPlace(q.n)].Store(nil)
 	d.qps[q.index].Store(nil)
 }
+
+// qpPlaces returns the length of numbers for n QPs: a power of two, at most two thirds of which are used, so that a free
+// place is found at random.
+func qpPlaces(n int) int { return 1 << bits.Len(uint(n*3/2)) }
 
 // numberPlace returns the place of a QP number in numbers.
 func (d *dataSide) numberPlace(n uint32) int { return int(n) & (len(d.numbers) - 1) }

@@ -50,6 +50,8 @@ type Config struct {
 	DataPath *DataPath
 	// Limits of this VM; zero fields take defaults.
 	Limits Limits
+	// Account is charged with what the VM makes the device allocate; nil: the device makes one with Limits.Memory.
+	Account *translate.Account
 	// Version is shown to the driver (at most 23 bytes).
 	Version string
 	// Log may be nil.
@@ -62,10 +64,11 @@ type Config struct {
 //	New -> idle <-> connected (Connected, Disconnected) -> Close: closed
 //	        connected: down <-> up (queue 0 runs)
 type Device struct {
-	cfg  Config
-	lim  Limits
-	log  hclog.Logger
-	data *dataSide
+	cfg     Config
+	lim     Limits
+	log     hclog.Logger
+	data    *dataSide
+	account *translate.Account
 
 	generation    atomic.Uint32
 	invalidations atomic.Uint64 // CLEAR_MTT commands
@@ -127,6 +130,10 @@ func New(cfg Config) (*Device, error) {
 		pace: newPacer(d.lim.Messages), log: d.log,
 	}
 	d.data.init(loops, d.cfg.CEQs, d.lim.QPs)
+	if d.account = cfg.Account; d.account == nil {
+		d.account = translate.NewAccount(d.lim.Memory)
+	}
+	d.account.Take(translate.CostDevice, d.lim.fixed(len(loops)))
 	d.generation.Store(uint32(time.Now().UnixNano())) // differs from the generation of an earlier vnicd
 	d.tables.reset(d)
 	for _, e := range d.data.engines {
@@ -148,7 +155,11 @@ func (d *Device) Close() {
 	for _, e := range d.data.engines {
 		e.stop()
 	}
+	d.account.Credit(translate.CostDevice, d.lim.fixed(len(d.data.engines)))
 }
+
+// Account returns the account of what the VM makes the device allocate.
+func (d *Device) Account() *translate.Account { return d.account }
 
 // SetLink sets the port's state and notifies the driver. From any goroutine but loops.
 func (d *Device) SetLink(up bool) {
@@ -245,7 +256,7 @@ func (d *Device) Connected(c virtio.Conn) {
 	s := c.Space()
 	s.Epochs().SetNamer(epochSlot)
 	d.data.mem.Store(s)
-	d.data.vm = translate.NewVM(s, translate.Limits{MaxRegions: d.lim.MRs, MaxPages: d.lim.MTTs})
+	d.data.vm = translate.NewVM(s, d.lim.stageOne(d.account))
 	for _, e := range d.data.engines {
 		e.loop.Visit(func() { e.space = s })
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/hashicorp/go-hclog"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
@@ -59,6 +60,8 @@ type guest struct {
 	blocked   atomic.Int32                                // calls of block
 	held      atomic.Int32                                // holds that were not released
 	onMemory  atomic.Pointer[func()]                      // called by Memory; nil: no effect
+	paged     bool                                        // connect gives the memory to a host driver
+	driver    *hostdriver.Driver                          // of paged memory
 	port      *vswitch.VMPort
 }
 
@@ -178,7 +181,14 @@ func (c fakeConn) Space() *translate.Space { return c.g.space }
 func (c fakeConn) ConfigChanged()          { c.g.notes++ }
 
 // Hold: all of the guest's memory is always mapped.
-func (c fakeConn) Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error) {
+func (c fakeConn) Hold(ctx context.Context, ranges []translate.Range) (release func(), err error) {
+	if c.g.driver != nil {
+		h, err := c.g.driver.HoldRanges(ctx, ranges)
+		if err != nil {
+			return nil, err
+		}
+		return h.Release, nil
+	}
 	if block := c.g.block.Load(); block != nil {
 		c.g.blocked.Add(1)
 		err := (*block)(ctx)
@@ -187,11 +197,14 @@ func (c fakeConn) Hold(ctx context.Context, pa translate.PA, n uint64) (release 
 			return nil, err
 		}
 	}
-	if c.g.hold != nil {
-		c.g.hold(pa, n)
+	for _, x := range ranges {
+		if c.g.hold != nil {
+			c.g.hold(x.PA, x.N)
+		}
 	}
-	c.g.held.Add(1)
-	return sync.OnceFunc(func() { c.g.held.Add(-1) }), nil
+	n := int32(len(ranges))
+	c.g.held.Add(n)
+	return sync.OnceFunc(func() { c.g.held.Add(-n) }), nil
 }
 func (c fakeConn) Memory() hostdriver.Status {
 	if f := c.g.onMemory.Load(); f != nil {
@@ -218,7 +231,15 @@ func (g *guest) connect() {
 	g.mem, g.next = mem, memBase
 	g.space = translate.NewSpace(1)
 	g.view = translate.NewSpace(1)
-	for _, s := range []*translate.Space{g.space, g.view} {
+	spaces := []*translate.Space{g.view, g.space}
+	if g.paged {
+		spaces = spaces[:1]
+		g.driver = hostdriver.New(g.space, hclog.NewNullLogger(), hostdriver.Options{})
+		if err := g.driver.AddSlot(hostdriver.Slot{GuestPA: uint64(memBase), Size: memSize, FD: fd}); err != nil {
+			g.tb.Fatal(err)
+		}
+	}
+	for _, s := range spaces {
 		if err := s.Map(memBase, mem); err != nil {
 			g.tb.Fatal(err)
 		}
@@ -260,7 +281,9 @@ func (g *guest) disconnect() {
 			}
 		}
 	}
-	if err := g.space.Unmap(memBase, memSize); err != nil {
+	if g.paged {
+		g.driver.Close()
+	} else if err := g.space.Unmap(memBase, memSize); err != nil {
 		g.tb.Error(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)

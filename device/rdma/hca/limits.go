@@ -33,15 +33,29 @@ type Limits struct {
 	McastGroups  int
 	McastMembers int // QPs of one group
 	Messages     int // send requests a second, over all QPs; 0: any number
+
+	// Memory bounds the bytes of this process that the VM's objects occupy, of all kinds together (translate.Account).
+	// It is checked beside the numbers above, which may allow more. 0: LeastMemory, or more if QPs and MTTs need it.
+	Memory uint64
 }
+
+// LeastMemory is the smallest default of Limits.Memory.
+const LeastMemory = 300 << 20
+
+// Shares in the default of Limits.Memory: of a QP with a few segments in a request and little inline data, and of an
+// MTT entry.
+const (
+	memoryPerQP  = 80 << 10
+	memoryPerMTT = 8
+)
 
 // MaxMessages bounds Limits.Messages.
 const MaxMessages = 100_000_000
 
 // DefaultLimits suit a VM that runs a few hundred connections. A guest can make the
-// host allocate about 80 KiB per QP (the transport's copies of work
-// requests) and 8 bytes per MTT entry: 300 MiB at most with these limits; rings and the
-// address handle table are the guest's own memory.
+// host allocate Memory, 300 MiB: enough for all QPs at 80 KiB (the transport's copies of
+// work requests) and all MTT entries at 8 bytes, and 12 MiB for tables and the rest.
+// Rings and the address handle table are the guest's own memory.
 func DefaultLimits() Limits {
 	return Limits{
 		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 22, MRs: 65536, MRSize: 1 << 46,
@@ -93,6 +107,9 @@ func (l *Limits) complete() error {
 	}
 	if l.Messages < 0 || l.Messages > MaxMessages {
 		return fmt.Errorf("%w: limit Messages is %d, must be 0..%d", ErrConfig, l.Messages, MaxMessages)
+	}
+	if l.Memory == 0 {
+		l.Memory = max(LeastMemory, l.fixed(1)+uint64(l.QPs)*memoryPerQP+l.MTTs*memoryPerMTT)
 	}
 	if l.MRSize > 1<<56 || l.MTTs > 1<<32 {
 		return fmt.Errorf("%w: limit MRSize is %d (at most 2^56), MTTs is %d (at most 2^32)", ErrConfig, l.MRSize, l.MTTs)

@@ -2,6 +2,8 @@
 
 package hca
 
+import "github.com/vnicd/vnicd/translate"
+
 // mcastTable maps group GIDs to the UD QPs attached (IBTA 10.5). It is a snapshot
 // that the command goroutine replaces; loops read it without locks. QPs leave
 // their groups before they are destroyed, and destruction visits the QP's loop
@@ -11,6 +13,18 @@ type mcastTable struct {
 }
 
 func newMcastTable() *mcastTable { return &mcastTable{groups: map[[16]byte][]*qp{}} }
+
+// cost bounds the bytes that the table occupies.
+func (t *mcastTable) cost() (n uint64) {
+	if t == nil {
+		return 0
+	}
+	const group = 48 // key and slice header in a slot of the map, at most half of which are free
+	for _, qs := range t.groups {
+		n += 2*group + 2*translate.AllocatedFor[*qp](len(qs)) // append may double
+	}
+	return n
+}
 
 // with returns a copy in which group gid has the members m (none: no group).
 func (t *mcastTable) with(gid [16]byte, m []*qp) *mcastTable {

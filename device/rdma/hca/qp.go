@@ -126,8 +126,18 @@ func (q *qp) ringMiss(which roce.Side, what string, m translate.Miss) roce.Fetch
 	return roce.FetchEmpty
 }
 
+// Completions that wait for the SQ's consumer index. A flush would complete all requests of a ring meanwhile; so none
+// is fetched once mayPostpone wait, and those that the transport has under way by then, at most as many, still complete.
+const (
+	mayPostpone = 64
+	maxUnposted = 2 * mayPostpone
+)
+
 // FetchSend implements roce.Adapter.
 func (q *qp) FetchSend(seq uint32, w *roce.WQE) roce.Fetch {
+	if len(q.unpostedCQEs) >= mayPostpone {
+		return roce.FetchEmpty // postUnposted schedules the QP
+	}
 	if q.sq.have == 0 {
 		n, m, err := q.sq.posted()
 		switch {
@@ -165,7 +175,7 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 		VendorErr: vendorErr(c.Status),
 	}
 	if !there {
-		q.unpostedCQEs = append(q.unpostedCQEs, q.wc) // at most as many as the SQ has elements
+		q.unpostedCQEs = append(q.unpostedCQEs, q.wc) // FetchSend bounds them
 		return
 	}
 	q.postSend(&q.wc)
@@ -195,6 +205,9 @@ func (q *qp) postUnposted() {
 	q.sq.stale = false
 	for i := range q.unpostedCQEs {
 		q.postSend(&q.unpostedCQEs[i])
+	}
+	if len(q.unpostedCQEs) >= mayPostpone {
+		q.engine.schedule(q) // FetchSend has refused requests
 	}
 	q.unpostedCQEs = q.unpostedCQEs[:0]
 }
@@ -487,9 +500,24 @@ func (q *qp) recvSGEs() int {
 	return q.maxRecvSGE
 }
 
+// scratchSize is the size of the largest element of its rings.
+func (q *qp) scratchSize() int {
+	return max(sendWQESize(q.maxSendSGE, q.maxInline), recvWQESize(q.recvSGEs()))
+}
+
+// transport returns the configuration of the transport's part of the QP, which counts in stats.
+func (q *qp) transport(stats *roce.Stats) roce.Config {
+	d := q.dev
+	return roce.Config{
+		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: q.recvSGEs(), MaxInline: q.maxInline,
+		HasSRQ: q.srq != nil, MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: stats, ECN: d.options.ECN,
+		SelectiveRepeat: d.options.SelectiveRepeat,
+	}
+}
+
 // init completes a QP whose numbers, rings and capabilities are set; start follows.
 func (q *qp) init() {
-	q.scratch = make([]byte, max(sendWQESize(q.maxSendSGE, q.maxInline), recvWQESize(q.recvSGEs())))
+	q.scratch = make([]byte, q.scratchSize())
 	q.asyn.init(q.n, nodeQP)
 	for i := range q.waiters {
 		q.waiters[i].init(q, roce.Side(i))
@@ -508,11 +536,7 @@ func (q *qp) start() error {
 		return err
 	}
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
-	q.t = roce.NewQP(roce.Config{
-		QPN: q.n, Type: q.typ, MaxSendSGE: q.maxSendSGE, MaxRecvSGE: q.recvSGEs(), MaxInline: q.maxInline,
-		HasSRQ: q.srq != nil, MTU: d.portMTU(), MaxRdAtomic: d.rdAtomic, Stats: &q.engine.stats, ECN: d.options.ECN,
-		SelectiveRepeat: d.options.SelectiveRepeat,
-	}, q)
+	q.t = roce.NewQP(q.transport(&q.engine.stats), q)
 	d.publish(q)
 	q.engine.qps++
 	q.engine.db.join(q.index)

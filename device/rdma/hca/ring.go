@@ -20,7 +20,9 @@ type ring struct {
 }
 
 // newRing checks a ring that a command names. minElem is the required element size
-// in bytes, maxElems the VM's limit; pages is the list of PAs.
+// in bytes, maxElems the VM's limit; pages is the list of PAs. The length is that of the
+// elements, or up to the end of the last 4 KiB of them: neither a page list nor the memory
+// that is held for a ring covers more than the device accesses.
 func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElems int) (ring, error) {
 	switch {
 	case a.PageShift < 12 || a.PageShift > 30:
@@ -40,6 +42,9 @@ func newRing(space *translate.Space, a *abi.Ring, pages []byte, minElem, maxElem
 	case a.Length < need:
 		return ring{}, fmt.Errorf("length is %d, %d elements of %d bytes need %d", a.Length, a.NumElems, 1<<a.Log2ElemSize,
 			need)
+	case a.Length > (need+translate.PageSize-1)&^(translate.PageSize-1):
+		return ring{}, fmt.Errorf("length is %d, %d elements of %d bytes take only %d", a.Length, a.NumElems,
+			1<<a.Log2ElemSize, need)
 	case a.Length > uint64(a.NPages)<<a.PageShift:
 		return ring{}, fmt.Errorf("length is %d, %d pages of %d bytes hold less", a.Length, a.NPages, pageSize)
 	case a.Length <= uint64(a.NPages-1)<<a.PageShift:

@@ -26,7 +26,16 @@ type cqObject struct {
 	q     *cq
 	owner *engine // its loop writes the completions; nil until the first QP uses it
 	refs  int     // QPs
-	holds holds   // the ring and the arm word
+	ring  held
+	arm   held
+	cost  cost
+}
+
+// drop ends what a CQ that no QP uses holds, and credits it.
+func (o *cqObject) drop(a *translate.Account) {
+	o.ring.drop()
+	o.arm.drop()
+	o.cost.credit(a)
 }
 
 // srqObject is a shared receive queue.
@@ -35,6 +44,7 @@ type srqObject struct {
 	pdn   uint32
 	owner *engine // its loop fetches the requests; nil until the first QP uses it
 	refs  int     // QPs
+	cost  cost
 }
 
 // qpObject is a queue pair.
@@ -43,6 +53,13 @@ type qpObject struct {
 	uses  qpParts
 	bells *engine // the engine of its doorbell: where it was created
 	mcast int     // groups
+	cost  cost
+}
+
+// lingering is a destroyed QP whose memory is still in use.
+type lingering struct {
+	q    *qp
+	cost cost
 }
 
 // tables are the guest's objects, by number. Device.mu guards them; only the
@@ -70,29 +87,34 @@ type tables struct {
 	nextLane int
 
 	// Destroyed QPs with faults that the host's driver still holds: they count against
-	// the limit of QPs until the driver releases them, also after a reset.
-	lingering []*qp
+	// the limit of QPs, and are charged, until the driver releases them, also after a reset.
+	lingering []lingering
 
 	// Memory held for the doorbell areas, by engine, and for the table of
 	// address handles.
-	dbHeld [abi.MaxEngines]holds
-	ahHeld holds
+	dbHeld [abi.MaxEngines]held
+	ahHeld held
+	ahCost cost
 }
 
 func (t *tables) reset(d *Device) {
-	conn, vm, random, last, lingering := t.conn, t.vm, t.random, t.last, t.lingering
+	conn, vm, random, last, linger := t.conn, t.vm, t.random, t.last, t.lingering
 	for _, o := range t.qpList {
-		if o.q.faulting() {
-			lingering = append(lingering, o.q)
-		}
+		linger = o.end(d.account, linger)
 	}
 	for _, o := range t.cqs {
-		o.holds.release()
+		o.drop(d.account)
 	}
-	for i := range t.dbHeld {
-		t.dbHeld[i].release()
+	for _, o := range t.srqs {
+		o.cost.credit(d.account)
 	}
-	t.ahHeld.release()
+	for range t.pds {
+		pdCost().credit(d.account)
+	}
+	dropAll(t.dbHeld[:])
+	t.ahHeld.drop()
+	t.ahCost.credit(d.account)
+	d.account.Credit(translate.CostObjects, d.data.groups.Load().cost())
 	if random == nil {
 		var seed [32]byte
 		_, _ = crand.Read(seed[:]) // never fails
@@ -101,10 +123,30 @@ func (t *tables) reset(d *Device) {
 	*t = tables{
 		conn: conn, vm: vm, pds: map[uint32]*pd{}, cqs: map[uint32]*cqObject{}, srqs: map[uint32]*srqObject{},
 		mrs: map[uint32]uint32{}, mws: map[uint32]uint32{}, qpList: map[uint32]*qpObject{},
-		random: random, last: last, nextQP: firstQPIndex, lingering: lingering,
+		random: random, last: last, nextQP: firstQPIndex, lingering: linger,
 	}
 	d.data.gids.reset(d.lim.GIDs)
 	d.data.groups.Store(newMcastTable())
+}
+
+// end credits a QP that was destroyed, or adds it to the list of those that are charged until their faults end.
+func (o *qpObject) end(a *translate.Account, list []lingering) []lingering {
+	if o.q.faulting() {
+		return append(list, lingering{o.q, o.cost})
+	}
+	o.cost.credit(a)
+	return list
+}
+
+// reap credits the destroyed QPs whose faults have ended.
+func (t *tables) reap(a *translate.Account) {
+	t.lingering = slices.DeleteFunc(t.lingering, func(x lingering) bool {
+		if x.q.faulting() {
+			return false
+		}
+		x.cost.credit(a)
+		return true
+	})
 }
 
 // Protection domains from here on have one member, a QP: they hold the type 2B memory windows that it bound.
@@ -161,7 +203,7 @@ func (t *tables) freeQPIndex(i int) {
 
 // checkQPLimit enforces the limit of QPs.
 func (t *tables) checkQPLimit(d *Device) error {
-	t.lingering = slices.DeleteFunc(t.lingering, func(q *qp) bool { return !q.faulting() })
+	t.reap(d.account)
 	if n := t.qps + len(t.lingering); n >= d.lim.QPs {
 		return &limitError{what: "queue pairs", n: uint64(n) + 1, max: uint64(d.lim.QPs)}
 	}

@@ -5,7 +5,9 @@ import (
 	"math/bits"
 
 	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Defaults and bounds of Config.
@@ -60,6 +62,17 @@ type QP struct {
 
 // NewQP returns a QP in state Reset. Zero fields of cfg take their defaults; values out of range are clamped.
 func NewQP(cfg Config, a Adapter) *QP {
+	cfg.complete()
+	q := &QP{cfg: cfg, queues: a, memory: a, link: a, sched: a, typ: cfg.Type, stats: cfg.Stats}
+	if q.stats == nil {
+		q.stats = &q.ownStats
+	}
+	q.reset()
+	return q
+}
+
+// complete fills in defaults and clamps what is out of range.
+func (cfg *Config) complete() {
 	def := func(v *int, d, lo, hi int) {
 		if *v == 0 {
 			*v = d
@@ -74,12 +87,22 @@ func NewQP(cfg Config, a Adapter) *QP {
 		cfg.MaxOutstanding = 1 // unacknowledged: one WQE at a time
 	}
 	cfg.MaxOutstanding = 1 << bits.Len(uint(cfg.MaxOutstanding-1))
-	q := &QP{cfg: cfg, queues: a, memory: a, link: a, sched: a, typ: cfg.Type, stats: cfg.Stats}
-	if q.stats == nil {
-		q.stats = &q.ownStats
+}
+
+// Footprint bounds the bytes that a QP with this configuration occupies in any state.
+func (cfg Config) Footprint() uint64 {
+	cfg.complete()
+	n := cfg.MaxOutstanding
+	size := translate.AllocatedFor[QP](1) + translate.AllocatedFor[sendSlot](n) +
+		translate.AllocatedFor[SGE](n*cfg.MaxSendSGE) + translate.Allocated(uint64(n*cfg.MaxInline)) +
+		translate.AllocatedFor[SGE](cfg.MaxRecvSGE)
+	if cfg.Type == RC {
+		psns := 1 << ceilLog2(cfg.Window+readChunk)
+		size += translate.AllocatedFor[uint64](1<<ceilLog2(cfg.MaxRdAtomic)) +
+			translate.AllocatedFor[resource](cfg.MaxRdAtomic) + recovery.Footprint(psns) +
+			recovery.QueueFootprint(min(psns, responseSpan)) + recovery.QueueFootprint(reorderSpan)
 	}
-	q.reset()
-	return q
+	return size
 }
 
 // reset returns to the condition of a new QP. A fault that is outstanding stays so.

@@ -51,11 +51,11 @@ func TestRingsAreHeld(t *testing.T) {
 	if st := conn.Memory(); st.Evictions == 0 || st.Resident > hostdriver.MinBudget || st.Held != held {
 		t.Errorf("%+v", st)
 	}
-	release, err := conn.Hold(ctx, 0x100000+size-8, 8)
+	release, err := conn.Hold(ctx, []translate.Range{{PA: 0x100000 + size - 8, N: 8}})
 	if err != nil || budget.Status().Held <= held {
 		t.Error(err, budget.Status())
 	}
-	if _, err := conn.Hold(ctx, 0x100000, size); !errors.Is(err, hostdriver.ErrBudget) {
+	if _, err := conn.Hold(ctx, []translate.Range{{PA: 0x100000, N: size}}); !errors.Is(err, hostdriver.ErrBudget) {
 		t.Errorf("holding more than half of the budget: %v", err)
 	}
 	if err := d.StopQueue(0); err != nil {

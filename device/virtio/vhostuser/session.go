@@ -146,8 +146,8 @@ func (se *session) teardown() {
 func (se *session) Space() *translate.Space { return se.space }
 
 // Hold implements Conn.
-func (se *session) Hold(ctx context.Context, pa translate.PA, n uint64) (release func(), err error) {
-	h, err := se.mem.Hold(ctx, pa, n)
+func (se *session) Hold(ctx context.Context, ranges []translate.Range) (release func(), err error) {
+	h, err := se.mem.HoldRanges(ctx, ranges)
 	if err != nil {
 		return nil, err
 	}

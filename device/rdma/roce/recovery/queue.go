@@ -1,6 +1,9 @@
 package recovery
 
-import "github.com/vnicd/vnicd/device/frame"
+import (
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/translate"
+)
 
 // Queue is a reorder queue: a ring of frames by PSN that arrived out of order. It does not own the frames: the caller
 // releases those that it returns.
@@ -11,6 +14,9 @@ type Queue struct {
 
 // NewQueue returns a queue for frames at most span PSNs apart.
 func NewQueue(span int) Queue { return Queue{frames: make([]*frame.Buf, span)} }
+
+// QueueFootprint bounds the bytes that a queue of that span occupies.
+func QueueFootprint(span int) uint64 { return translate.AllocatedFor[*frame.Buf](span) }
 
 // Span returns how many PSNs the queue has room for.
 func (q *Queue) Span() uint64 { return uint64(len(q.frames)) }

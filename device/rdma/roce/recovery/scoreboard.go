@@ -1,6 +1,9 @@
 package recovery
 
-import "github.com/vnicd/vnicd/device/rdma/wire"
+import (
+	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
+)
 
 // Loss detection follows RFC 8985 (RACK). A packet counts as lost once a packet sent later has arrived and the time
 // since it was sent exceeds that packet's response time plus the reorder window, the delay by which paths may differ.
@@ -58,6 +61,11 @@ type Scoreboard struct {
 // NewScoreboard makes a scoreboard for n PSNs in flight; n is a power of two.
 func NewScoreboard(n int) Scoreboard {
 	return Scoreboard{sentAt: make([]int64, n), flags: make([]Flags, n)}
+}
+
+// Footprint bounds the bytes that a scoreboard for n PSNs occupies.
+func Footprint(n int) uint64 {
+	return translate.AllocatedFor[int64](n) + translate.AllocatedFor[Flags](n)
 }
 
 // Reset returns to the state of a new scoreboard and keeps the rings.

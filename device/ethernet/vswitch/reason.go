@@ -40,6 +40,7 @@ const (
 	NotReady
 	Forbidden
 	ECNDrop
+	LongChain
 	NumReasons
 )
 
@@ -78,6 +79,7 @@ var reasonNames = [NumReasons]string{
 	NotReady:         "not-ready",         // the device behind the port is down
 	Forbidden:        "dma-forbidden",     // the VM's `dma` forbids the device to access the frame's memory (PF-3)
 	ECNDrop:          "ecn-not-capable",   // congestion mark on a flow that is not ECN-capable (RFC 6040, 4.2)
+	LongChain:        "long-chain",        // the guest's receive buffers have too many descriptors
 }
 
 // String returns the name that status output and metrics use.

@@ -177,7 +177,7 @@ func qpOf(typ, sges, inline uint32, ready bool) func(g *guest, pd uint32, i int)
 	}
 }
 
-// The account never shows less than the heap has grown by, and not much more (TR-4).
+// The account never shows less than the heap has grown by, and not much more (TR-1).
 func TestAccount(t *testing.T) {
 	// The garbage that one collection leaves, and the tables of maps that have just grown.
 	const tolerance = 256 << 10

@@ -297,11 +297,20 @@ func (eq *eventQueue) fetch(m translate.Miss) {
 	}
 }
 
+// eventWalk bounds the descriptors of an event's buffer; drivers use one. The loop, which other VMs share, writes many
+// events in a turn.
+const eventWalk = 8
+
 // popBuffer pops a buffer of the driver. If there is none it requests a notification and tries
 // once more (virtio 1.2, 2.7.13.3.1); while buffers last the driver need not kick.
 func (eq *eventQueue) popBuffer() bool {
 	for starved := false; ; starved = true {
-		ok, err := eq.q.Pop(&eq.chain)
+		ok, err := eq.q.PopPart(&eq.chain, abi.SizeEvent, eventWalk)
+		if err == nil && ok && eq.chain.Cut() {
+			eq.dev.warn("event buffer in too many descriptors, queue stopped", "queue", eq.index, "most", eventWalk)
+			eq.q.Fail(errEventBuffer)
+			return false
+		}
 		if err == nil && ok {
 			if eq.starved {
 				eq.starved = eq.q.SetNotify(false) != nil // only a hint: a later attempt suffices

@@ -347,3 +347,40 @@ func TestConsumerPassesProducer(t *testing.T) {
 		}
 	}
 }
+
+// An event's buffer may be in a few pieces. One in many, which the loop would read for each of thousands of events,
+// stops the queue before more than the bound is read.
+func TestEventBufferInPieces(t *testing.T) {
+	for _, x := range []struct {
+		pieces int
+		ok     bool
+	}{{1, true}, {eventWalk, true}, {eventWalk + 1, false}, {64, false}} {
+		w := newWorld(t, 1, 1, Limits{})
+		g := w.guests[0]
+		const size = 128
+		dq := g.eventQueue(abi.EventQueue, size, abi.SizeEvent)
+		for i := range x.pieces { // of one byte, the last one of the rest
+			b := g.at(dq.desc+translate.PA(16*i), 16)
+			n, flags := uint32(1), uint16(2|1)
+			if i == x.pieces-1 {
+				n, flags = uint32(abi.SizeEvent-i), 2
+			}
+			binary.LittleEndian.PutUint64(b, uint64(dq.buf)+uint64(i))
+			binary.LittleEndian.PutUint32(b[8:], n)
+			binary.LittleEndian.PutUint16(b[12:], flags)
+			binary.LittleEndian.PutUint16(b[14:], uint16(i+1))
+		}
+		dq.add(1)
+		var n eventNode
+		n.init(7, nodeCQ)
+		g.async.post(&n, 1<<abi.EventCQErr)
+		w.step(2)
+		if got := dq.events(); x.ok != (len(got) == 1 && got[0].Handle == 7) || x.ok != (dq.q.Broken() == nil) {
+			t.Errorf("%d pieces: %+v, %v", x.pieces, got, dq.q.Broken())
+		}
+		if n := dq.q.Walked(); n > eventWalk {
+			t.Errorf("%d pieces: %d descriptors read", x.pieces, n)
+		}
+		g.StopQueue(abi.EventQueue)
+	}
+}

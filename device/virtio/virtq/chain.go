@@ -25,7 +25,11 @@ type Chain struct {
 	entries  uint16 // entries in the ring: 1, or the number of descriptors in a packed one
 	readLen  uint64
 	writeLen uint64
+	cut      bool // not all descriptors that the device needs were read
 }
+
+// Cut reports that the chain has fewer bytes than PopPart was to find, in as many descriptors as it was to read.
+func (c *Chain) Cut() bool { return c.cut }
 
 // Readable and Writable return the chain's buffers; they are valid until the next Pop into the chain.
 func (c *Chain) Readable() []Seg { return c.segs[:c.reads:c.reads] }
@@ -136,12 +140,12 @@ func (c *Chain) reset(space *translate.Space) {
 	c.reads = 0
 	c.first = space.Window(0, 0)
 	c.readLen, c.writeLen = 0, 0
-	c.head, c.at, c.entries = 0, 0, 0
+	c.head, c.at, c.entries, c.cut = 0, 0, 0, false
 }
 
 // take fills the chain from t, which is plain.
 func (c *Chain) take(space *translate.Space, t *taken) {
-	c.space, c.head, c.entries, c.first = space, t.head, 1, t.buf
+	c.space, c.head, c.entries, c.first, c.cut = space, t.head, 1, t.buf, false
 	c.segs = append(c.segs[:0], Seg{PA: t.desc.addr, Len: t.desc.len})
 	if n := uint64(t.desc.len); t.desc.flags&descWrite == 0 {
 		c.reads, c.readLen, c.writeLen = 1, n, 0

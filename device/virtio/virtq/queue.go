@@ -2,6 +2,7 @@ package virtq
 
 import (
 	"fmt"
+	"math"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/translate"
@@ -76,6 +77,9 @@ type Queue struct {
 	ready     [ahead]taken // chains read ahead: [pos, have), from lastAvail on
 	pos, have int
 
+	walked uint64 // descriptors read, see Walked
+	part   part   // of the chain being popped
+
 	broken atomic.Pointer[error]
 
 	// Scratch: stack memory passed through Space would escape to the heap.
@@ -117,7 +121,7 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 		kick: c.Kick, call: c.Call, errfd: c.Err,
 		// In a resumed ring, all taken chains have been returned, so the device reads and writes at the same place.
 		lastAvail: c.Base, usedNext: c.Base, usedPub: c.Base, availSeen: c.Base,
-		round: round, event: unknown,
+		round: round, event: unknown, part: whole,
 	}
 	if c.Packed {
 		q.staged = make([]used, 0, c.Size)
@@ -251,9 +255,33 @@ func (q *Queue) Pending() (int, error) {
 	return q.pendingSplit()
 }
 
+// part bounds how much of a chain is read.
+type part struct {
+	need uint64 // writable bytes after which the rest is not read
+	most int    // descriptors
+}
+
+var whole = part{math.MaxUint64, math.MaxInt}
+
+// Walked returns how many descriptors Pop and PopPart have read, those of indirect tables and empty ones included: a
+// measure of their time, which the guest chooses.
+func (q *Queue) Walked() uint64 { return q.walked }
+
+// PopPart is Pop for a device that writes need bytes: descriptors behind these bytes are not read, as they are not
+// needed, and at most most (1 or more) descriptors are read. A chain that has too few bytes in these is cut (Chain.Cut).
+// It must be given back (Unpop).
+func (q *Queue) PopPart(c *Chain, need uint64, most int) (bool, error) {
+	q.part = part{need, most}
+	ok, err := q.pop(c)
+	q.part = whole
+	return ok, err
+}
+
 // Pop takes the next available chain into c. It returns false without an error if there is none. On an error c is empty
 // and the queue has not advanced; unless the error is a repairable *MissError, the queue is broken from then on.
-func (q *Queue) Pop(c *Chain) (bool, error) {
+func (q *Queue) Pop(c *Chain) (bool, error) { return q.pop(c) }
+
+func (q *Queue) pop(c *Chain) (bool, error) {
 	if q.pos == q.have {
 		if ok, err := q.fetch(); !ok {
 			return false, err
@@ -263,6 +291,7 @@ func (q *Queue) Pop(c *Chain) (bool, error) {
 	}
 	t := &q.ready[q.pos]
 	if t.plain {
+		q.walked++
 		c.take(q.space, t)
 	} else {
 		c.reset(q.space)
@@ -340,6 +369,9 @@ func (q *Queue) Unpop(c *Chain) error {
 func (q *Queue) Push(c *Chain, written uint32) error {
 	if err := q.check(); err != nil {
 		return err
+	}
+	if c.cut {
+		return fmt.Errorf("virtq: queue %d: Push of a chain that was not read to its end", q.idx)
 	}
 	if q.InFlight() < int(c.entries) {
 		return fmt.Errorf("virtq: queue %d: Push of a chain that was not popped", q.idx)

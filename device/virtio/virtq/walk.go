@@ -57,6 +57,16 @@ func (q *Queue) readPacked(table *translate.RingWindow, i uint32, d *descriptor)
 	return translate.Miss{}
 }
 
+// enough reports whether no more of the chain is to be read after n descriptors of it: the device has the bytes that it
+// needs, or the chain is cut.
+func (q *Queue) enough(c *Chain, n int) bool {
+	if c.writeLen >= q.part.need {
+		return true
+	}
+	c.cut = n >= q.part.most
+	return c.cut
+}
+
 // walk follows the chain that starts with t.
 func (q *Queue) walk(c *Chain, t *taken) error {
 	switch {
@@ -68,11 +78,12 @@ func (q *Queue) walk(c *Chain, t *taken) error {
 	return q.walkPacked(c, t.desc)
 }
 
-// walkSplit follows a chain from head on, with descriptor d. The number of steps is bounded by the table's size, so a
-// loop is an error; so are all other violations of virtio 1.2, 2.7.5.
+// walkSplit follows a chain from head on, with descriptor d. The number of steps is bounded by the table's size and by
+// MaxChain, so a loop is an error; so are all other violations of virtio 1.2, 2.7.5.
 func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	c.head, c.entries = head, 1
 	var (
+		read     int
 		table    = &q.desc
 		limit    = uint32(q.size) // entries of the table being walked
 		i        = uint32(head)
@@ -81,14 +92,17 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 		where    = "descriptor"
 	)
 	for {
-		if steps == limit {
-			return q.breakRing(where, i, uint64(head), fmt.Sprintf("a chain without loops, at most %d long", limit))
+		if steps == limit || steps > MaxChain { // empty buffers count, too
+			return q.breakRing(where, i, uint64(head), fmt.Sprintf("a chain without loops, at most %d long",
+				min(limit, MaxChain)))
 		}
 		if steps++; steps > 1 || indirect {
 			if m := q.readDesc(table, i, &d); !m.OK() {
 				return q.missed(where, m)
 			}
 		}
+		read++
+		q.walked++
 		if d.flags&descIndirect != 0 {
 			if indirect {
 				return q.breakRing(where+" flags", i, uint64(d.flags), "no INDIRECT within an indirect table")
@@ -103,7 +117,7 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 		if err := q.addSeg(c, &d, where, i); err != nil {
 			return err
 		}
-		if d.flags&descNext == 0 {
+		if d.flags&descNext == 0 || q.enough(c, read) {
 			return nil
 		}
 		if uint32(d.next) >= limit {
@@ -113,10 +127,11 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	}
 }
 
-// walkPacked follows a list of consecutive descriptors, d first (2.8.6). The last one has the id. The ring's size is
-// the bound, because the driver owns none of those in flight.
+// walkPacked follows a list of consecutive descriptors, d first (2.8.6). The last one has the id, so the list is read to
+// its end even if the device does not need the rest. The ring's size is the bound, because the driver owns none of those
+// in flight, and MaxChain is.
 func (q *Queue) walkPacked(c *Chain, d descriptor) error {
-	at, limit := q.lastAvail, int(q.size)-q.InFlight()
+	at, limit := q.lastAvail, min(int(q.size)-q.InFlight(), MaxChain+1)
 	for n := 1; ; n++ {
 		i := uint32(at &^ wrapBit)
 		if n > 1 {
@@ -127,11 +142,16 @@ func (q *Queue) walkPacked(c *Chain, d descriptor) error {
 				return q.breakRing("descriptor flags", i, uint64(d.flags), "no INDIRECT in a list")
 			}
 		}
+		q.walked++
 		if err := q.addSeg(c, &d, "descriptor", i); err != nil {
 			return err
 		}
 		if d.flags&descNext == 0 {
 			c.head, c.entries = d.next, uint16(n)
+			return nil
+		}
+		if n >= q.part.most {
+			c.entries, c.cut = uint16(n), true
 			return nil
 		}
 		if n == limit {
@@ -155,8 +175,12 @@ func (q *Queue) walkTable(c *Chain, t *taken) error {
 		if q.onlyReads {
 			d.flags = 0
 		}
+		q.walked++
 		if err := q.addSeg(c, &d, "indirect descriptor", i); err != nil {
 			return err
+		}
+		if last := t.desc.len/descSize - 1; i < last && q.enough(c, int(i)+1) {
+			return nil
 		}
 	}
 	return nil

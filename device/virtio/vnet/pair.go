@@ -16,7 +16,9 @@ const (
 	txBudget    = 64  // frames per pair and iteration
 	// segmentsPerFrame is how many segments count as one frame against txBudget.
 	segmentsPerFrame = 8
-	pollPeriod       = int64(time.Millisecond)
+	// descsPerFrame is how many descriptors count as one frame.
+	descsPerFrame = 16
+	pollPeriod    = int64(time.Millisecond)
 )
 
 // pair is a receive and a transmit queue on one loop.
@@ -39,6 +41,7 @@ type pair struct {
 	rxDirty, txDirty bool       // pushed, not yet signalled
 	rxInside         bool       // in the epoch of rx, from an iteration's first frame until flush
 	rxEpoch          translate.Token
+	rxWalked         int // descriptors of rx read in this iteration
 	rxc              [maxMerge]virtq.Chain
 	header           [headerLen]byte // of the frame being received
 	txc              virtq.Chain
@@ -236,6 +239,7 @@ func (p *pair) leaveRx(q *virtq.Queue) {
 
 // flush ends an iteration with one publication and at most one interrupt per queue.
 func (p *pair) flush() {
+	p.rxWalked = 0
 	if p.rxInside {
 		p.leaveRx(p.rx)
 	}

@@ -13,6 +13,14 @@ import (
 // take 43.
 const maxMerge = 64
 
+const (
+	// frameWalk bounds the descriptors of the buffers for one frame. Stock drivers need few: one for each of up to 43
+	// buffers with MRG_RXBUF, else up to 48 for 64 KiB (Linux with MAX_SKB_FRAGS 45, and an indirect table's own).
+	frameWalk = 4 * maxMerge
+	// passWalk bounds the descriptors that one iteration of the loop reads for a pair: QEMU's largest ring has 1024.
+	passWalk = 4096
+)
+
 // receive copies a frame into the guest's buffers, on the pair's loop. The caller still owns the frame.
 func (p *pair) receive(b *frame.Buf) {
 	q := p.rx
@@ -103,8 +111,21 @@ func (p *pair) push(q *virtq.Queue, i int, written uint32) bool {
 
 // gather pops buffers for n bytes into rxc. None: there are too few, which are given back, and the frame is dropped and
 // counted; or, if done is false, one is absent, and the queue waits.
+//
+// The loop does this while it serves the frame's sender, so what the guest can make it cost is bounded, for a frame and
+// for an iteration: descriptors beyond what the frame needs are not read, and a frame whose buffers have too many is
+// dropped.
 func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
+	begin := q.Walked()
+	bufs, done = p.gatherPart(q, n, min(frameWalk, passWalk-p.rxWalked))
+	p.rxWalked += int(q.Walked() - begin)
+	return bufs, done
+}
+
+// gatherPart is gather for at most most descriptors.
+func (p *pair) gatherPart(q *virtq.Queue, n uint64, most int) (bufs int, done bool) {
 	var room uint64
+	end := q.Walked() + uint64(max(most, 0))
 	limit := 1
 	if p.mergeable {
 		limit = maxMerge
@@ -114,8 +135,12 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 			p.giveBack(q, bufs, vswitch.Truncated)
 			return 0, true
 		}
+		if q.Walked() >= end {
+			p.giveBack(q, bufs, vswitch.LongChain)
+			return 0, true
+		}
 		c := &p.rxc[bufs]
-		got, err := q.Pop(c)
+		got, err := q.PopPart(c, max(n-room, headerLen), int(end-q.Walked()))
 		if err != nil {
 			if m := virtq.Absent(err); m.Fault() {
 				p.unget(q, bufs)
@@ -131,6 +156,10 @@ func (p *pair) gather(q *virtq.Queue, n uint64) (bufs int, done bool) {
 			return 0, true
 		}
 		bufs++
+		if c.Cut() {
+			p.giveBack(q, bufs, vswitch.LongChain)
+			return 0, true
+		}
 		// 5.1.6.3.1: at least a header must fit, otherwise no frame ever would.
 		if c.WritableLen() < headerLen || c.ReadableLen() != 0 {
 			p.giveBack(q, bufs, vswitch.NoBuffer)

@@ -68,6 +68,7 @@ func (p *pair) Resume() {
 // transmit takes one chain, sends its frame and returns its cost in frames. 0: there was none, or the queue is broken
 // or waits.
 func (p *pair) transmit(q *virtq.Queue, in *vswitch.Batch) (cost int) {
+	begin := q.Walked()
 	ok, err := q.Pop(&p.txc)
 	if err != nil {
 		p.unreadable(q, err)
@@ -77,7 +78,7 @@ func (p *pair) transmit(q *virtq.Queue, in *vswitch.Batch) (cost int) {
 		return 0
 	}
 	p.txOpen = true
-	p.txCost = 1
+	p.txCost = 1 + int(q.Walked()-begin)/descsPerFrame
 	if !p.send(q, in) {
 		p.txOpen = false
 		return 0

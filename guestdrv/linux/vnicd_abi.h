@@ -136,7 +136,7 @@ struct vnicd_resp {
  * other in the order of the rings in the command.
  */
 struct vnicd_ring {
-	__le64 length;		/* bytes, header (384) included */
+	__le64 length;		/* of header (384) and elements, or up to the end of their last 4 KiB */
 	__le32 npages;		/* 0: no ring */
 	__u8   page_shift;	/* 12..30 */
 	__u8   log2_elem_size;	/* 6..16 */

@@ -220,7 +220,7 @@ func TestAccountOfDevice(t *testing.T) {
 	if grown := heap() - before; grown > int64(g.account.Status().Used)+pool {
 		t.Errorf("the heap has grown by %d bytes, %d are reserved", grown, g.account.Status().Used)
 	}
-	if n := g.lim.fixed(1); n > LeastMemory/16 {
+	if n := g.lim.fixed(1); n > DefaultMemory/16 {
 		t.Errorf("%d bytes are reserved for a device without objects", n)
 	}
 }
@@ -247,7 +247,7 @@ func TestAccountLimit(t *testing.T) {
 		}
 	}
 	full := g.account.Status()
-	if full.Used != full.Limit || full.Limit != LeastMemory {
+	if full.Used != full.Limit || full.Limit != DefaultMemory {
 		t.Fatalf("%+v", full)
 	}
 	cqRing := abi.Ring{Length: abi.RingLength(1024, 6), NPages: 17, PageShift: 12, Log2ElemSize: 6, NumElems: 1024}

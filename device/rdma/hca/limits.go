@@ -5,6 +5,9 @@ package hca
 import (
 	"errors"
 	"fmt"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // ErrConfig is wrapped by every error of New about its Config.
@@ -35,27 +38,20 @@ type Limits struct {
 	Messages     int // send requests a second, over all QPs; 0: any number
 
 	// Memory bounds the bytes of this process that the VM's objects occupy, of all kinds together (translate.Account).
-	// It is checked beside the numbers above, which may allow more. 0: LeastMemory, or more if QPs and MTTs need it.
+	// It is checked beside the numbers above, which may allow more. 0: DefaultMemory, and in proportion more if QPs, MRs
+	// or MTTs is larger than its default.
 	Memory uint64
 }
 
-// LeastMemory is the smallest default of Limits.Memory.
-const LeastMemory = 300 << 20
-
-// Shares in the default of Limits.Memory: of a QP with a few segments in a request and little inline data, and of an
-// MTT entry.
-const (
-	memoryPerQP  = 80 << 10
-	memoryPerMTT = 8
-)
+// DefaultMemory is the default of Limits.Memory, in bytes.
+const DefaultMemory = 300 << 20
 
 // MaxMessages bounds Limits.Messages.
 const MaxMessages = 100_000_000
 
-// DefaultLimits suit a VM that runs a few hundred connections. A guest can make the
-// host allocate Memory, 300 MiB: enough for all QPs at 80 KiB (the transport's copies of
-// work requests) and all MTT entries at 8 bytes, and 12 MiB for tables and the rest.
-// Rings and the address handle table are the guest's own memory.
+// DefaultLimits suit a VM that runs a few hundred connections. Memory is enough for all QPs with a few segments in a
+// request (75 KiB each, most of it the transport's copies of work requests) and all MTT entries in dense groups (8
+// bytes each), or for all MRs at 4.4 KiB. Rings and the address handle table are the guest's own memory.
 func DefaultLimits() Limits {
 	return Limits{
 		QPs: 2048, QPWRs: 16384, SGEs: 32, Inline: 512, CQs: 4096, CQEs: 1 << 22, MRs: 65536, MRSize: 1 << 46,
@@ -109,10 +105,22 @@ func (l *Limits) complete() error {
 		return fmt.Errorf("%w: limit Messages is %d, must be 0..%d", ErrConfig, l.Messages, MaxMessages)
 	}
 	if l.Memory == 0 {
-		l.Memory = max(LeastMemory, l.fixed(1)+uint64(l.QPs)*memoryPerQP+l.MTTs*memoryPerMTT)
+		more := max(1, float64(l.QPs)/float64(def.QPs), float64(l.MRs)/float64(def.MRs), float64(l.MTTs)/float64(def.MTTs))
+		l.Memory = uint64(more * DefaultMemory)
+	}
+	if least := l.fixed(abi.MaxEngines); l.Memory < least {
+		return fmt.Errorf("%w: limit Memory is %d bytes, the tables for the other limits take %d", ErrConfig, l.Memory, least)
 	}
 	if l.MRSize > 1<<56 || l.MTTs > 1<<32 {
 		return fmt.Errorf("%w: limit MRSize is %d (at most 2^56), MTTs is %d (at most 2^32)", ErrConfig, l.MRSize, l.MTTs)
 	}
 	return nil
+}
+
+// NewAccount returns an account with the limit of l, whose zero fields take their defaults. Errors wrap ErrConfig.
+func NewAccount(l Limits) (*translate.Account, error) {
+	if err := l.complete(); err != nil {
+		return nil, err
+	}
+	return translate.NewAccount(l.Memory), nil
 }

@@ -127,7 +127,7 @@ func (q *qp) ringMiss(which roce.Side, what string, m translate.Miss) roce.Fetch
 }
 
 // Completions that wait for the SQ's consumer index. A flush would complete all requests of a ring meanwhile; so none
-// is fetched once mayPostpone wait, and those that the transport has under way by then, at most as many, still complete.
+// is fetched once mayPostpone wait. Those that the transport has under way by then, at most as many, still complete.
 const (
 	mayPostpone = 64
 	maxUnposted = 2 * mayPostpone

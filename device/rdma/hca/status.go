@@ -34,6 +34,8 @@ type Status struct {
 	MTTsReclaimed uint64      `json:"mtt_groups_reclaimed,omitempty"`
 	QPs           []QPStatus  `json:"qps,omitempty"`
 	Faults        FaultStatus `json:"faults"`
+	// HostMemory is what the objects above occupy in this process, and its limit.
+	HostMemory translate.AccountStatus `json:"host_memory"`
 	// Stats are the driver's counters; local_messages and local_bytes (requests that were
 	// copied to another VM's memory instead of sent as frames; they count as packets, too);
 	// and of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
@@ -162,7 +164,7 @@ func (d *Device) Describe() Status {
 	s := Status{
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
 		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
-		PortMTU: d.data.portMTU(), Stats: map[string]uint64{},
+		PortMTU: d.data.portMTU(), Stats: map[string]uint64{}, HostMemory: d.account.Status(),
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {

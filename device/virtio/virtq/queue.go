@@ -268,8 +268,8 @@ var whole = part{math.MaxUint64, math.MaxInt}
 func (q *Queue) Walked() uint64 { return q.walked }
 
 // PopPart is Pop for a device that writes need bytes: descriptors behind these bytes are not read, as they are not
-// needed, and at most most (1 or more) descriptors are read. A chain that has too few bytes in these is cut (Chain.Cut).
-// It must be given back (Unpop).
+// needed, and at most most (1 or more) descriptors are read. A chain that has too few bytes in these is cut: Chain.Cut
+// reports it, and it must be given back (Unpop).
 func (q *Queue) PopPart(c *Chain, need uint64, most int) (bool, error) {
 	q.part = part{need, most}
 	ok, err := q.pop(c)

@@ -127,9 +127,9 @@ func (q *Queue) walkSplit(c *Chain, head uint16, d descriptor) error {
 	}
 }
 
-// walkPacked follows a list of consecutive descriptors, d first (2.8.6). The last one has the id, so the list is read to
-// its end even if the device does not need the rest. The ring's size is the bound, because the driver owns none of those
-// in flight, and MaxChain is.
+// walkPacked follows a list of consecutive descriptors, d first (2.8.6). The last one has the id, so the list is read
+// to its end even if the device does not need the rest. The ring's size is the bound, because the driver owns none of
+// those in flight, and MaxChain is.
 func (q *Queue) walkPacked(c *Chain, d descriptor) error {
 	at, limit := q.lastAvail, min(int(q.size)-q.InFlight(), MaxChain+1)
 	for n := 1; ; n++ {

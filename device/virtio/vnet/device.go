@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Virtio-net feature bits (virtio 1.2, 5.1.3). Offloads are in offload.go.
@@ -47,6 +48,8 @@ type Config struct {
 	Pool  *frame.Pool
 	Port  Port         // the device adds its drops to the attachment's counters
 	Log   hclog.Logger // nil: silent
+	// Account is charged with the memory that the guest's rings make the device allocate; nil: nobody is.
+	Account *translate.Account
 }
 
 // Device implements virtio.Device, virtio.NetDevice and vswitch.Face. Create it and pass it to vswitch.VMPort.SetNet
@@ -84,6 +87,7 @@ func New(cfg Config) (*Device, error) {
 	cfg.Log = loglimit.New(cfg.Log)
 	d := &Device{cfg: cfg, log: cfg.Log}
 	d.owner = loop.NewOwner(d.fault)
+	cfg.Account.Take(translate.CostDevice, uint64(cfg.Pairs)*pairCost())
 	for i := range cfg.Pairs {
 		d.pairs = append(d.pairs, newPair(d, i, cfg.Loops[i%len(cfg.Loops)]))
 	}
@@ -95,6 +99,13 @@ func (d *Device) Close() {
 	for _, p := range d.pairs {
 		p.close()
 	}
+	d.cfg.Account.Credit(translate.CostDevice, uint64(len(d.pairs))*pairCost())
+}
+
+// pairCost bounds what the guest's chains make a pair allocate: the lists of their buffers, which append doubles.
+func pairCost() uint64 {
+	return maxMerge*translate.AllocatedFor[virtq.Seg](2*frameWalk) + translate.AllocatedFor[virtq.Seg](2*virtq.MaxChain) +
+		translate.AllocatedFor[pair](1)
 }
 
 // Features implements virtio.Device.

@@ -153,9 +153,9 @@ func eachRing(t *testing.T, f func(t *testing.T, packed bool)) {
 	}
 }
 
-// Receive buffers of 1024 one-byte descriptors, which the loop would read on the sender's turn: it reads no more of them
-// than a bound, for each frame and for an iteration. The frames are dropped and counted for the guest; other guests get
-// theirs.
+// Receive buffers of 1024 one-byte descriptors, which the loop would read on the sender's turn: it reads no more of
+// them than a bound, for each frame and for an iteration. The frames are dropped and counted for the guest; other
+// guests get theirs.
 func TestShreddedReceiveBuffers(t *testing.T) {
 	eachRing(t, func(t *testing.T, packed bool) {
 		for name, features := range map[string]uint64{"mergeable": FeatureMrgRxbuf, "alone": 0} {

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -157,6 +158,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		fmt.Fprintf(w, "    %d PDs, %d CQs, %d SRQs, %d MRs with %d pages, %d QPs\n", v.HCA.PDs, v.HCA.CQs, v.HCA.SRQs,
 			v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
 	}
+	showHostMemory(w, &v.HCA.HostMemory)
 	for _, g := range v.HCA.GIDs {
 		fmt.Fprintf(w, "    gid %s\n", g)
 	}
@@ -182,6 +184,28 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	t.Flush()
 	showFaults(w, v)
 	showMemory(w, &v.Memory)
+}
+
+// showHostMemory shows what the VM's objects occupy in the daemon, the largest kinds first.
+func showHostMemory(w io.Writer, a *translate.AccountStatus) {
+	fmt.Fprintf(w, "    host memory %s of %s, most %s", mib(a.Used), mib(a.Limit), mib(a.Most))
+	if a.Refused > 0 {
+		fmt.Fprintf(w, ", refused %d times", a.Refused)
+	}
+	if a.Miscounted > 0 {
+		fmt.Fprintf(w, ", miscounted %d times (a bug)", a.Miscounted)
+	}
+	kinds := slices.SortedFunc(maps.Keys(a.By), func(x, y string) int {
+		return cmp.Or(cmp.Compare(a.By[y], a.By[x]), cmp.Compare(x, y))
+	})
+	for i, k := range kinds {
+		before := ","
+		if i == 0 {
+			before = ":"
+		}
+		fmt.Fprintf(w, "%s %s %s", before, k, mib(a.By[k]))
+	}
+	fmt.Fprintln(w)
 }
 
 // showFaults shows absent pages, the queue pairs that wait for them, and fault times.

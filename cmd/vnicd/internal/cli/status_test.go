@@ -15,6 +15,8 @@ func TestShowFaults(t *testing.T) {
 	v := &daemon.VMStatus{Name: "vm1", DMA: dma, HCA: hca.Status{
 		QPs:   []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
 		Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
+		HostMemory: translate.AccountStatus{Limit: 300 << 20, Used: 5 << 20, Most: 6 << 20, Refused: 8,
+			By: map[string]uint64{"device": 1 << 20, "qps": 4 << 20}},
 		Faults: hca.FaultStatus{
 			Parked: 2,
 			Guest: hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond,
@@ -28,6 +30,7 @@ func TestShowFaults(t *testing.T) {
 	for _, want := range []string{
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
+		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",
 		"    guest  5 raised  3 resumed  1 failed  1 waiting  mean 12.3µs  median 0s  99% 0s  max 2ms\n",
 		"    host   4 raised  4 resumed  0 failed  0 waiting",

@@ -242,6 +242,8 @@ type Limits struct {
 	Messages int    // send requests a second; 0: any number
 	// Memory bounds the bytes that the VM's QEMU, or the application, may share with the devices.
 	Memory uint64
+	// HostMemory bounds the bytes of the daemon that the VM's objects occupy.
+	HostMemory uint64
 }
 
 // NetSocket is the path of the VM's virtio-net vhost-user socket.

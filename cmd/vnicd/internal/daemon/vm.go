@@ -86,10 +86,18 @@ func (v *vm) open(d *Daemon) (err error) {
 	if c.QMP != "" {
 		v.undo.push(watchMemory(c.QMP, v.budget.Resync, log.Named("qmp")))
 	}
+	limits := hca.Limits{
+		QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages,
+		Messages: c.Limits.Messages, Memory: c.Limits.HostMemory,
+	}
+	account, err := hca.NewAccount(limits)
+	if err != nil {
+		return err
+	}
 	if c.Application == nil {
 		if v.net, err = vnet.New(vnet.Config{
 			Name: c.Name, MAC: vswitch.MAC(c.MAC), Pairs: c.Queues, Loops: append([]*loop.Loop{home}, d.otherLoops(home)...),
-			Pool: d.pool, Port: v.port, Log: log.Named("net"),
+			Pool: d.pool, Port: v.port, Log: log.Named("net"), Account: account,
 		}); err != nil {
 			return err
 		}
@@ -99,10 +107,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version),
 		Log: log.Named("hca"), DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN,
 			SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
-		Limits: hca.Limits{
-			QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages,
-			Messages: c.Limits.Messages,
-		},
+		Limits: limits, Account: account,
 	}); err != nil {
 		return err
 	}

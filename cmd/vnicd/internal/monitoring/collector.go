@@ -142,6 +142,14 @@ var (
 	vmRefused = counter("vm_dma_refused_total", "Accesses to the VM's memory that its dma forbade: read, write.",
 		"vm", "access")
 
+	vmHost = gauge("vm_host_memory_bytes", "Memory of vnicd that the VM's objects occupy, by kind; their sum is bounded.",
+		"vm", "kind")
+	vmHostUsed    = gauge("vm_host_memory_used_bytes", "Sum of vnicd_vm_host_memory_bytes.", "vm")
+	vmHostMost    = gauge("vm_host_memory_most_bytes", "Largest vnicd_vm_host_memory_used_bytes so far.", "vm")
+	vmHostLimit   = gauge("vm_host_memory_limit_bytes", "Bound of vnicd_vm_host_memory_used_bytes.", "vm")
+	vmHostRefused = counter("vm_host_memory_refused_total", "Requests that limits.host-memory refused.", "vm")
+	vmHostWrong   = counter("vm_host_memory_miscounted_total", "Errors in this account: a bug in vnicd.", "vm")
+
 	hcaLink = gauge("hca_link_up", "Whether the HCA's port is up: 0 while the VM's dma is blocked.", "vm")
 	hcaMTU  = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
 	hcaGIDs = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
@@ -457,6 +465,14 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	for reason, n := range h.Drops {
 		e.count(hcaDrops, n, vm, reason)
 	}
+	for kind, n := range h.HostMemory.By {
+		e.put(vmHost, float64(n), vm, kind)
+	}
+	e.put(vmHostUsed, float64(h.HostMemory.Used), vm)
+	e.put(vmHostMost, float64(h.HostMemory.Most), vm)
+	e.put(vmHostLimit, float64(h.HostMemory.Limit), vm)
+	e.count(vmHostWrong, h.HostMemory.Miscounted, vm)
+	e.count(vmHostRefused, h.HostMemory.Refused, vm)
 	if h.Busy {
 		return // the rest is unknown; zeros would look like a restart
 	}

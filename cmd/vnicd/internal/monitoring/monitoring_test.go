@@ -387,6 +387,9 @@ func TestScrape(t *testing.T) {
 		`vnicd_memory_resident_bytes{vm="one"}`:                          float64(vm.Memory.Resident),
 		`vnicd_memory_budget_bytes{vm="one"}`:                            float64(64 << 20),
 		`vnicd_hca_registered_pages{vm="one"}`:                           vm.HCA.MTTs,
+		`vnicd_vm_host_memory_limit_bytes{vm="one"}`:                     float64(vm.HCA.HostMemory.Limit),
+		`vnicd_vm_host_memory_bytes{kind="regions",vm="one"}`:            float64(vm.HCA.HostMemory.By["regions"]),
+		`vnicd_vm_host_memory_refused_total{vm="one"}`:                   0,
 		`vnicd_network_info{network="blue",vni="100"}`:                   1,
 
 		`vnicd_port_dropped_frames_total{kind="vm",network="blue",port="one",reason="not-ready"}`: nil,

@@ -281,3 +281,47 @@ func TestSlowDrainIsReported(t *testing.T) {
 		t.Errorf("longest drain %v", n)
 	}
 }
+
+// A Hold has one entry for ranges in adjacent granules, and holds each granule once: what it costs does not depend on
+// how often a page is listed.
+func TestHoldRanges(t *testing.T) {
+	b := NewBudget(64 << 20)
+	d, s := newDriver(t, Options{Budget: b})
+	slot(t, d, "vnicd-test-ranges", 0, 16<<20)
+	ctx := testContext(t)
+	var ranges []translate.Range
+	for pa := translate.PA(0); pa < 8<<20; pa += 3 * translate.PageSize {
+		ranges = append(ranges, translate.Range{PA: pa, N: translate.PageSize}, translate.Range{PA: pa, N: 2})
+	}
+	ranges = append(ranges, translate.Range{PA: 12 << 20, N: 1})
+	h, err := d.HoldRanges(ctx, ranges)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st := b.Status(); len(h.held) != 2 || cap(h.held) != 2 || st.Held != 8<<20+minGranule {
+		t.Errorf("%d ranges: %d entries, %d bytes held", len(ranges), len(h.held), st.Held)
+	}
+	if n, most := HoldCost(ranges), translate.AllocatedFor[heldRange](2)+1<<10; n > most {
+		t.Errorf("the cost is %d bytes, want at most %d", n, most)
+	}
+	for _, g := range d.regions[0].m.granules {
+		if g.holds != 1 {
+			t.Errorf("granule %d is held %d times", g.index, g.holds)
+		}
+	}
+	// One range that is not guest memory: nothing is held.
+	if _, err := d.HoldRanges(ctx, append(ranges, translate.Range{PA: 32 << 20, N: 1})); err == nil {
+		t.Error("memory outside of the slot is held")
+	}
+	if !present(s, 0) {
+		t.Error("not present")
+	}
+	h.Release()
+	h.Release()
+	if st := b.Status(); st.Held != 0 {
+		t.Errorf("%d bytes are held", st.Held)
+	}
+	if err := audit(b, true); err != nil {
+		t.Error(err)
+	}
+}

@@ -144,7 +144,7 @@ func HoldCost(ranges []translate.Range) uint64 {
 	entries := 0
 	for i, x := range ranges {
 		// Less than a granule apart, their granules are the same or adjacent.
-		if i == 0 || uint64(x.PA-ranges[i-1].PA)-ranges[i-1].N >= minGranule {
+		if i == 0 || x.PA >= ranges[i-1].PA+translate.PA(ranges[i-1].N)+minGranule {
 			entries++
 		}
 	}

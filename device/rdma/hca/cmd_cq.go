@@ -112,7 +112,7 @@ func resizeCQ(c *cmd) error {
 	// The VM pays for both rings until the old one is released.
 	resized := listCost(&ring)
 	if err = resized.charge(c.d.account); err == nil {
-		if err = c.onOwner(o.owner, func() error { return o.q.resize(ring) }); err != nil {
+		if err = c.moveCQ(o, ring); err != nil {
 			resized.credit(c.d.account)
 		}
 	}
@@ -124,6 +124,22 @@ func resizeCQ(c *cmd) error {
 	o.ring.drop()
 	o.ring = h[0]
 	return nil
+}
+
+// moveCQ moves a CQ to a new ring, in parts.
+func (c *cmd) moveCQ(o *cqObject, to ring) error {
+	var m cqMove
+	err := c.onOwner(o.owner, func() (err error) {
+		m, err = o.q.startMove(to)
+		return err
+	})
+	for done := false; err == nil && !done; {
+		err = c.onOwner(o.owner, func() (err error) {
+			done, err = o.q.continueMove(&m)
+			return err
+		})
+	}
+	return err
 }
 
 func destroyCQ(c *cmd) error {

@@ -138,26 +138,71 @@ func (c *cq) fail(why string, m translate.Miss) {
 	c.dev.wakeAll()
 }
 
-// resize moves the completions that the guest has not polled to a new ring. It
-// runs where no producer runs: on the loop of its QPs, or on the caller's goroutine
-// if it has no QP, and under mu if shared.
-func (c *cq) resize(r ring) error {
+// moveChunk is how many elements of a ring are moved at a time: the loop, which other VMs share, continues in between.
+const moveChunk = 2048
+
+// cqMove is a resize of a CQ in progress.
+type cqMove struct {
+	to     ring
+	from   uint32 // next element of the old ring to move
+	copied uint32 // elements of the new one
+}
+
+// startMove begins to move the completions that the guest has not polled to a new ring. It and continueMove
+// run where no producer runs: on the loop of its QPs, or on the caller's goroutine if it has no QP, and under mu if
+// shared. Meanwhile completions are produced into the old ring; the guest polls none (RESIZE_CQ).
+func (c *cq) startMove(to ring) (m cqMove, err error) {
 	if c.shared {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 	}
-	cons, m := c.r.index(abi.RingConsumerOff)
-	if !m.OK() {
-		return &faultError{what: "the old ring", miss: m}
+	cons, miss := c.r.index(abi.RingConsumerOff)
+	if !miss.OK() {
+		return m, &faultError{what: "the old ring", miss: miss}
 	}
-	n := (c.prod - cons) & c.r.mask
-	if n > r.mask {
-		return refuse(abi.StatusInvalid, "%d completions are not polled yet, the new ring holds %d", n, r.mask)
+	m = cqMove{to: to, from: cons}
+	return m, m.fits(c)
+}
+
+// fits checks that the new ring has room for all completions.
+func (m *cqMove) fits(c *cq) error {
+	if n := m.copied + (c.prod-m.from)&c.r.mask; n > m.to.mask {
+		return refuse(abi.StatusInvalid, "%d completions are not polled yet, the new ring holds %d", n, m.to.mask)
+	}
+	return nil
+}
+
+// continueMove moves the next completions, and replaces the ring once all are moved. Each call moves at least one and
+// they fit, so the number of calls is bounded, whatever is produced in between.
+func (c *cq) continueMove(m *cqMove) (done bool, err error) {
+	if c.shared {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+	}
+	if err := m.fits(c); err != nil {
+		return false, err
 	}
 	tmp := make([]byte, abi.SizeWC)
-	if _, m := c.r.move(&r, cons, c.prod, tmp); !m.OK() {
-		return &faultError{what: "moving completions to the new ring", miss: m}
+	for n := 0; m.from != c.prod; n++ {
+		if n == moveChunk {
+			return false, nil
+		}
+		miss := c.r.mem.Read(tmp, c.r.at(m.from))
+		if miss.OK() {
+			miss = m.to.mem.Write(m.to.at(m.copied), tmp)
+		}
+		if !miss.OK() {
+			return false, &faultError{what: "moving completions to the new ring", miss: miss}
+		}
+		m.from, m.copied = (m.from+1)&c.r.mask, m.copied+1
 	}
-	c.r, c.prod, c.cons = r, n, 0
-	return nil
+	miss := m.to.setIndex(abi.RingConsumerOff, 0)
+	if miss.OK() {
+		miss = m.to.setIndex(abi.RingProducerOff, m.copied)
+	}
+	if !miss.OK() {
+		return false, &faultError{what: "moving completions to the new ring", miss: miss}
+	}
+	c.r, c.prod, c.cons = m.to, m.copied, 0
+	return true, nil
 }

@@ -147,3 +147,68 @@ func TestResizeCQ(t *testing.T) {
 		t.Errorf("a refused resize lost completions: %d", len(got))
 	}
 }
+
+// RESIZE_CQ moves many completions in parts, between which the loop serves others, and which CQs go on being produced.
+func TestResizeCQInParts(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	c, q := g.cq(16384), (*cq)(nil)
+	q = g.tables.cqs[c.n].q
+	post := func(n int) {
+		tok := g.space.Epochs().Enter(0)
+		defer g.space.Epochs().Leave(0, tok)
+		for range n {
+			q.post(&abi.WC{ID: uint64(q.prod)}, false)
+		}
+	}
+	const many = 3*moveChunk + 100
+	post(many)
+	r := g.ring(16384, 6)
+	if err := w.loops[0].Start(); err != nil {
+		t.Fatal(err)
+	}
+	o, between := g.tables.cqs[c.n], 0
+	o.owner = g.engines[0]
+	w.loops[0].Do(func() {
+		w.loops[0].Post(func() { // runs when the first part has been moved
+			post(5)
+			between++
+		})
+	})
+	g.must(abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: c.n, Ring: r.desc}, r.pas...))
+	o.owner = nil
+	c.tring = r
+	got := c.poll()
+	if len(got) != many+5 || between != 1 {
+		t.Fatalf("%d completions, want %d", len(got), many+5)
+	}
+	for i, wc := range got {
+		if wc.ID != uint64(i) {
+			t.Fatalf("completion %d is %d", i, wc.ID)
+		}
+	}
+	// The parts themselves; a ring that becomes too small meanwhile is refused.
+	post(many)
+	small := g.ring(8192, 6)
+	to, err := newRing(g.space, &small.desc, enc(0, &abi.Handle{}, small.pas...), abi.SizeWC, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tok := g.space.Epochs().Enter(0)
+	defer g.space.Epochs().Leave(0, tok)
+	m, err := q.startMove(to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := 0
+	for done := false; !done && err == nil; calls++ {
+		if done, err = q.continueMove(&m); calls == 1 {
+			for range 3000 {
+				q.post(&abi.WC{}, false)
+			}
+		}
+	}
+	if calls != 3 || statusOf(err) != abi.StatusInvalid {
+		t.Errorf("%d calls, %v", calls, err)
+	}
+}

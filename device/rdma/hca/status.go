@@ -196,6 +196,8 @@ func (d *Device) Describe() Status {
 	}
 	defer d.mu.Unlock()
 	t := &d.tables
+	t.reap(d.account)
+	s.HostMemory = d.account.Status()
 	s.PDs, s.CQs, s.SRQs, s.MRs = len(t.pds), len(t.cqs), len(t.srqs), len(t.mrs)
 	if t.vm != nil {
 		_, s.MTTs = t.vm.Usage()

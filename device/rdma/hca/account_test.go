@@ -295,6 +295,66 @@ func TestAccountLimit(t *testing.T) {
 	g.checkEmpty()
 }
 
+// A guest that makes as much as it can, in the way that costs most beside what limits count: the heap grows by no more
+// than the limit.
+func TestAccountFull(t *testing.T) {
+	lim := Limits{}
+	if err := lim.complete(); err != nil {
+		t.Fatal(err)
+	}
+	lim.Memory = lim.fixed(1) + 48<<20
+	g := pagedGuest(t, lim)
+	pd := g.pd()
+	before := heap()
+	cq := g.mustHandle(abi.CmdCreateCQ, cqOf(16, 12, abi.RingLength(16, 6), equal(1)))
+	ring := abi.Ring{Length: abi.RingLength(64, 11), NPages: 33, PageShift: 12, Log2ElemSize: 11, NumElems: 64}
+	made := map[abi.Opcode]int{}
+	try := func(op abi.Opcode, req []byte, then func(resp []byte)) bool {
+		s, resp := g.do(op, req)
+		switch s {
+		case abi.StatusOK:
+			made[op]++
+			if then != nil {
+				then(resp)
+			}
+			return true
+		case abi.StatusNoMemory:
+			return false
+		}
+		t.Fatalf("%v: %v", op, s)
+		return false
+	}
+	for more := true; more; {
+		more = try(abi.CmdCreateMR, enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, PageShift: 12, Length: 8192, NPages: 2}),
+			func(resp []byte) {
+				var r abi.CreateMRResp
+				if err := r.Decode(resp); err != nil {
+					t.Fatal(err)
+				}
+				g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.Handle, Count: 2}, scattered(2)...))
+			})
+		more = made[abi.CmdCreateMR]%50 == 0 && try(abi.CmdCreateCQ, cqOf(1<<16, 12, abi.RingLength(1<<16, 6),
+			scattered(1025)), nil) || more
+		more = made[abi.CmdCreateMR]%50 == 1 && try(abi.CmdCreateQP, enc(abi.SizeCreateQP, &abi.CreateQP{
+			Type: abi.QPTypeRC, PDN: pd, SendCQN: cq, RecvCQN: cq, MaxSendSGE: 32, MaxRecvSGE: 32, MaxInline: 512, SQ: ring,
+			RQ: ring}, scattered(66)...), func(resp []byte) {
+			var r abi.CreateQPResp
+			if err := r.Decode(resp); err != nil {
+				t.Fatal(err)
+			}
+			(&tqp{g: g, n: r.QPN}).modify(abi.QPInit, abi.QPAttrPKeyIndex|abi.QPAttrPort|abi.QPAttrAccessFlags, abi.QPAttr{})
+		}) || more
+	}
+	grown, s := heap()-before, g.account.Status()
+	t.Logf("%v: the heap has grown by %d bytes: %+v", made, grown, s)
+	if grown > 48<<20 || grown < 36<<20 || s.Used > s.Limit || s.Refused == 0 {
+		t.Errorf("the heap has grown by %d bytes: %+v", grown, s)
+	}
+	g.must(abi.CmdQueryPort, nil)
+	g.disconnect()
+	g.checkEmpty()
+}
+
 // At the limit groups of on-demand regions make room for others, as they do for the quota of entries.
 func TestAccountReclaims(t *testing.T) {
 	lim := Limits{}

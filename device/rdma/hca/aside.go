@@ -59,7 +59,7 @@ type hostWait struct {
 	warm   bool                // only to make them present; failures do not matter
 
 	// Results.
-	holds []held // one for each list, charged already; empty if warm
+	holds []held // one for each list, charged already
 	err   error
 }
 
@@ -69,6 +69,18 @@ func (w *hostWait) do(ctx context.Context, conn virtio.Conn) {
 		w.err = conn.Space().Fetch(ctx, w.miss, true)
 		return
 	}
+	if w.warm {
+		defer w.drop()
+		for i := range w.ranges[0] { // one by one, so that little is held at a time
+			release, err := conn.Hold(ctx, w.ranges[0][i:i+1])
+			if err != nil {
+				w.err = err
+				return
+			}
+			release()
+		}
+		return
+	}
 	for i, ranges := range w.ranges {
 		release, err := conn.Hold(ctx, ranges)
 		if err != nil {
@@ -76,11 +88,7 @@ func (w *hostWait) do(ctx context.Context, conn virtio.Conn) {
 			w.drop()
 			return
 		}
-		if w.warm {
-			release()
-		} else {
-			w.holds[i].release = release
-		}
+		w.holds[i].release = release
 	}
 }
 

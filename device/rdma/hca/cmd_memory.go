@@ -163,9 +163,12 @@ func (c *cmd) warm(pas []translate.PA, size uint64) {
 		absent = slices.DeleteFunc(absent, func(x translate.Range) bool { return c.present(x, &lookups) })
 		return nil
 	})
-	if len(absent) > 0 {
-		// What fails is left to page faults. One by one, so that little is held at a time.
-		c.warming = &hostWait{ranges: slices.Collect(slices.Chunk(absent, 1)), warm: true}
+	if len(absent) == 0 {
+		return
+	}
+	// What fails is left to page faults, also if there is no room for the list.
+	if list, err := newHeld(c.d.account, absent); err == nil {
+		c.warming = &hostWait{ranges: [][]translate.Range{absent}, holds: []held{list}, warm: true}
 	}
 }
 

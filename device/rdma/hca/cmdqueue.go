@@ -263,12 +263,17 @@ func (c *commandLoop) run(j *job) {
 		j.clears = false
 		c.overtake(j)
 	}
-	switch {
-	case w != nil && (next == stageRun || len(c.aside) < maxAside):
-		if next == stageRun {
-			j.req = slices.Clone(j.req)
+	if w != nil {
+		if next == stageRun || len(c.aside) < maxAside {
+			if next == stageRun {
+				j.req = slices.Clone(j.req)
+			}
+			c.stepAside(j, next, w)
+			return
 		}
-		c.stepAside(j, next, w)
+		w.drop() // its pages are left to page faults
+	}
+	switch {
 	case j.drain != nil && !drainSoon(j.drain):
 		j.since, j.warn = time.Now(), drainPatience
 		c.waiting = append(c.waiting, j)

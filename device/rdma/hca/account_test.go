@@ -212,6 +212,53 @@ func (g *guest) checkEmpty() {
 	}
 }
 
+// checkAccount compares the account with the tables; no command is in progress or waits.
+func (g *guest) checkAccount() {
+	g.tb.Helper()
+	t, want := &g.tables, map[string]uint64{}
+	add := func(c cost) {
+		want[c.kind.String()] += c.object
+		want["page-lists"] += c.list
+	}
+	hold := func(hs ...held) {
+		for _, h := range hs {
+			want["holds"] += h.cost
+			if h.waiting != 0 {
+				g.tb.Errorf("%+v is charged for waiting", h)
+			}
+		}
+	}
+	for range t.pds {
+		add(pdCost())
+	}
+	for _, o := range t.cqs {
+		add(o.cost)
+		hold(o.ring, o.arm)
+	}
+	for _, o := range t.srqs {
+		add(o.cost)
+	}
+	for _, o := range t.qpList {
+		add(o.cost)
+	}
+	for _, x := range t.lingering {
+		add(x.cost)
+	}
+	add(t.ahCost)
+	hold(t.ahHeld)
+	hold(t.dbHeld[:]...)
+	want["objects"] += g.groups.Load().cost()
+	have := g.account.Status()
+	for _, kind := range []string{"objects", "qps", "page-lists", "holds"} {
+		if have.By[kind] != want[kind] {
+			g.tb.Errorf("%s: %d bytes are charged, %d exist", kind, have.By[kind], want[kind])
+		}
+	}
+	if have.Miscounted != 0 {
+		g.tb.Errorf("%+v", have)
+	}
+}
+
 // What a device reserves for its tables is at least what it takes.
 func TestAccountOfDevice(t *testing.T) {
 	before := heap()
@@ -391,8 +438,10 @@ func TestAccountRandom(t *testing.T) {
 		g := newWorld(t, 2, 1, lim).guests[0]
 		began := g.account.Status().Used
 		x := randomObjects{guest: g, r: rand.New(rand.NewPCG(seed, 23)), done: map[abi.Status]int{}}
-		for range 4000 {
-			x.step()
+		for i := range 4000 {
+			if x.step(); i%500 == 0 {
+				g.checkAccount()
+			}
 		}
 		if s := g.account.Status(); s.Most > lim.Memory || s.Refused == 0 || x.done[abi.StatusOK] < 1000 {
 			t.Errorf("seed %d: %+v, %v", seed, s, x.done)

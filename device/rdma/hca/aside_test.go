@@ -259,6 +259,7 @@ func TestManyCommandsWaitForHostMemory(t *testing.T) {
 	if n := len(s.tables.cqs); n != maxAside {
 		t.Errorf("%d CQs, want %d", n, maxAside)
 	}
+	s.checkAccount()
 }
 
 // The queue stops while commands wait for memory that never comes: they end without an effect, or return to the queue,
@@ -298,6 +299,7 @@ func TestStopWhileCommandsWait(t *testing.T) {
 	if n := s.held.Load(); n != held || len(s.tables.cqs) != 0 || len(s.tables.pds) != pds {
 		t.Errorf("%d holds of %d, %d CQs, %d PDs of %d", n, held, len(s.tables.cqs), len(s.tables.pds), pds)
 	}
+	s.checkAccount()
 	s.comes()
 	q, err := virtq.New(s.space, virtq.Config{Index: abi.CommandQueue, Size: int(s.d.size), Desc: s.d.desc,
 		Avail: s.d.avail, Used: s.d.used, Base: s.d.q.Base(), Kick: s.d.kick})
@@ -378,6 +380,7 @@ func TestWaitingCommandsAreCheckedAgain(t *testing.T) {
 	if n := s.held.Load(); n != held-2 { // the destroyed CQ's
 		t.Errorf("%d holds, want %d", n, held-2)
 	}
+	s.checkAccount()
 	if s.tables.qps != 0 || len(s.tables.srqs) != 0 || s.tables.cqs[other.n].refs != 0 {
 		t.Errorf("%d QPs, %d SRQs, CQ used by %d", s.tables.qps, len(s.tables.srqs), s.tables.cqs[other.n].refs)
 	}

@@ -334,7 +334,7 @@ func TestAccountLimit(t *testing.T) {
 		t.Errorf("state %d of the QP", s)
 	}
 	g.must(abi.CmdDestroySRQ, handle(srq)) // its room is enough for another
-	srq = g.mustHandle(abi.CmdCreateSRQ, createSRQ)
+	g.must(abi.CmdCreateSRQ, createSRQ)
 	g.refused(abi.StatusNoMemory, abi.CmdCreateSRQ, createSRQ)
 	g.account.Credit(translate.CostObjects, room)
 	g.must(abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: r.Handle, Count: 2}, scattered(2)...))

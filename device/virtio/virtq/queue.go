@@ -121,7 +121,7 @@ func New(space *translate.Space, c Config) (*Queue, error) {
 		kick: c.Kick, call: c.Call, errfd: c.Err,
 		// In a resumed ring, all taken chains have been returned, so the device reads and writes at the same place.
 		lastAvail: c.Base, usedNext: c.Base, usedPub: c.Base, availSeen: c.Base,
-		round: round, event: unknown, part: whole,
+		round: round, event: unknown,
 	}
 	if c.Packed {
 		q.staged = make([]used, 0, c.Size)
@@ -261,8 +261,6 @@ type part struct {
 	most int    // descriptors
 }
 
-var whole = part{math.MaxUint64, math.MaxInt}
-
 // Walked returns how many descriptors Pop and PopPart have read, those of indirect tables and empty ones included: a
 // measure of their time, which the guest chooses.
 func (q *Queue) Walked() uint64 { return q.walked }
@@ -272,14 +270,15 @@ func (q *Queue) Walked() uint64 { return q.walked }
 // reports it, and it must be given back (Unpop).
 func (q *Queue) PopPart(c *Chain, need uint64, most int) (bool, error) {
 	q.part = part{need, most}
-	ok, err := q.pop(c)
-	q.part = whole
-	return ok, err
+	return q.pop(c)
 }
 
 // Pop takes the next available chain into c. It returns false without an error if there is none. On an error c is empty
 // and the queue has not advanced; unless the error is a repairable *MissError, the queue is broken from then on.
-func (q *Queue) Pop(c *Chain) (bool, error) { return q.pop(c) }
+func (q *Queue) Pop(c *Chain) (bool, error) {
+	q.part = part{math.MaxUint64, math.MaxInt}
+	return q.pop(c)
+}
 
 func (q *Queue) pop(c *Chain) (bool, error) {
 	if q.pos == q.have {

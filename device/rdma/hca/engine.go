@@ -33,6 +33,9 @@ const (
 	// than moving data (make bench ONLY=fair_flood).
 	localShift = 12
 	flushCost  = 4
+	// So do, per stepShift, the segments of a request beyond a packet's first, and the pages that requests register: each
+	// is a lookup or more, and a request can have 32 one-byte segments, or 512 pages.
+	stepShift = 3
 	// At most one notice is outstanding.
 	noticeSlots = 2
 )
@@ -82,6 +85,7 @@ type engine struct {
 	keptDrops    uint64               // frames dropped instead of kept
 
 	stats roce.Stats
+	steps uint64 // segments and pages, see stepShift
 	// Faults raised (PF-7).
 	hostFaults, guestFaults uint64
 
@@ -202,7 +206,7 @@ func (e *engine) Poll(now int64) bool {
 
 // served is the work done for this engine's QPs so far, in units of pollBudget.
 func (e *engine) served() uint64 {
-	return e.stats.TxPackets + flushCost*e.stats.Flushed + e.stats.LocalBytes>>localShift
+	return e.stats.TxPackets + flushCost*e.stats.Flushed + e.stats.LocalBytes>>localShift + e.steps>>stepShift
 }
 
 // Prepare implements loop.Poller: it sets need_wakeup, then checks for work once more.

@@ -46,6 +46,7 @@ func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 	if miss := e.space.Read(raw, m.List); !miss.OK() {
 		return translate.Refused, miss
 	}
+	e.steps += n
 	for i := range n {
 		e.list[i] = translate.PA(le.Uint64(raw[8*i:]))
 	}

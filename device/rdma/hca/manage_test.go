@@ -121,3 +121,67 @@ func TestInvalidationWaits(t *testing.T) {
 		t.Errorf("%d frame buffers are kept", n)
 	}
 }
+
+// Requests that cost the loop many steps each, 512 pages to register or many one-byte segments to gather, use up the
+// budget of a poll like packets: a guest cannot make other VMs of the engine wait for a thousand of them.
+func TestStepsUseUpTheBudget(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	pd := g.pd()
+	list := g.alloc(4096)
+	for i := range 512 {
+		binary.LittleEndian.PutUint64(g.at(list+translate.PA(8*i), 8), uint64(memBase))
+	}
+	cq := g.cq(1024)
+	const qps, each = 12, 16
+	for range qps {
+		q := g.qp(qpSpec{pd: pd, flags: abi.QPPrivileged, scq: cq})
+		q.connectRC(q)
+		for range each {
+			var r abi.CreateMRResp
+			if err := r.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, Flags: abi.MRFast,
+				PageShift: 12, NPages: 512}))); err != nil {
+				t.Fatal(err)
+			}
+			s := q.wqe()
+			s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
+			reg := abi.RegWR{IOVA: 1 << 40, Length: 512 << 12, PageList: uint64(list), NPages: 512, RKey: r.RKey,
+				Access: abi.AccessLocalWrite, PageShift: 12}
+			reg.Encode(s[abi.SendWQERegOff:])
+			q.post()
+		}
+	}
+	done, polls := 0, 0
+	for ; done < qps*each && polls < 100; polls++ {
+		w.step(1)
+		n := 0
+		for _, wc := range cq.poll() {
+			if n++; wc.Status != abi.WCSuccess {
+				t.Fatalf("%+v", wc)
+			}
+		}
+		if n > qpBudget {
+			t.Errorf("%d registrations of 512 pages in one poll, want at most %d", n, qpBudget)
+		}
+		done += n
+	}
+	if done != qps*each {
+		t.Errorf("%d of %d registered", done, qps*each)
+	}
+	// The segments of a request count as well.
+	q := g.qp(qpSpec{pd: pd, scq: cq})
+	q.connectRC(q)
+	src := g.alloc(4096)
+	key := g.mr(pd, src, 4096, abi.AccessLocalWrite)
+	before := g.engines[0].steps
+	q.recv(1, abi.SGE{Addr: uint64(src) + 64, Length: 64, LKey: key})
+	s := q.wqe()
+	s.SetRequest(2, abi.WRSend, abi.SendSignaled)
+	s.SetSGEs([]abi.SGE{{Addr: uint64(src), Length: 1, LKey: key}, {Addr: uint64(src), Length: 1, LKey: key},
+		{Addr: uint64(src), Length: 1, LKey: key}})
+	q.post()
+	cq.await(2)
+	if n := g.engines[0].steps - before; n != 2 {
+		t.Errorf("%d steps for three segments, want 2 beside the packet", n)
+	}
+}

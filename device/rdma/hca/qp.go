@@ -303,6 +303,7 @@ func (q *qp) Gather(dst []byte, w *roce.WQE, off uint64) translate.Miss {
 			return translate.Miss{}
 		}
 		off = 0
+		q.engine.steps++
 	}
 	if len(dst) > 0 {
 		return translate.Miss{Kind: translate.OutOfRange, Len: uint64(len(dst))}

@@ -314,3 +314,40 @@ func TestRandomPaging(t *testing.T) {
 		}
 	}
 }
+
+// A flush of a long send queue whose header is absent on the host keeps few completions, however long that takes, and
+// completes all requests when the page is there.
+func TestFlushKeepsFewCompletions(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	const n = 1000
+	c := g.cq(2048)
+	q := g.qp(qpSpec{pd: g.pd(), elems: 1024, scq: c, rcq: g.cq(16)})
+	q.connectRC(q)
+	for i := range n {
+		q.wqe().SetRequest(uint64(i), abi.WRSend, abi.SendSignaled)
+		q.sq.push()
+	}
+	q.modify(abi.QPErr, 0, abi.QPAttr{})
+	w.step(1) // the producer index is known now
+	x := g.tables.qpList[q.n].q
+	if x.sq.have == 0 {
+		t.Fatal("nothing was fetched")
+	}
+	g.takeAway(q.sq.base, 4096)
+	most := 0
+	for range 2000 {
+		q.bell()
+		w.step(1)
+		most = max(most, len(x.unpostedCQEs))
+	}
+	if most < mayPostpone || most > maxUnposted {
+		t.Errorf("%d completions were kept, want %d to %d", most, mayPostpone, maxUnposted)
+	}
+	g.hostDriver(t)
+	for i, wc := range c.await(n) {
+		if wc.ID != uint64(i) || wc.Status != abi.WCWRFlushErr {
+			t.Fatalf("completion %d: %+v", i, wc)
+		}
+	}
+}

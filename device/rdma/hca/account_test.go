@@ -3,7 +3,11 @@ package hca
 import (
 	"encoding/binary"
 	"math/rand/v2"
+	"os"
 	"runtime"
+	"runtime/debug"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -342,8 +346,24 @@ func TestAccountLimit(t *testing.T) {
 	g.checkEmpty()
 }
 
+// resident returns the process's resident memory without that of files, which guest memory is.
+func resident(t *testing.T) int64 {
+	t.Helper()
+	debug.FreeOSMemory()
+	b, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, _ := strings.Cut(string(b), "RssAnon:")
+	kib, err := strconv.ParseInt(strings.Fields(after)[0], 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return kib << 10
+}
+
 // A guest that makes as much as it can, in the way that costs most beside what limits count: the heap grows by no more
-// than the limit.
+// than the limit, and so does the process, but for stacks and what the collector needs.
 func TestAccountFull(t *testing.T) {
 	lim := Limits{}
 	if err := lim.complete(); err != nil {
@@ -352,7 +372,7 @@ func TestAccountFull(t *testing.T) {
 	lim.Memory = lim.fixed(1) + 48<<20
 	g := pagedGuest(t, lim)
 	pd := g.pd()
-	before := heap()
+	began, before := resident(t), heap()
 	cq := g.mustHandle(abi.CmdCreateCQ, cqOf(16, 12, abi.RingLength(16, 6), equal(1)))
 	ring := abi.Ring{Length: abi.RingLength(64, 11), NPages: 33, PageShift: 12, Log2ElemSize: 11, NumElems: 64}
 	made := map[abi.Opcode]int{}
@@ -394,6 +414,12 @@ func TestAccountFull(t *testing.T) {
 	}
 	grown, s := heap()-before, g.account.Status()
 	t.Logf("%v: the heap has grown by %d bytes: %+v", made, grown, s)
+	const overhead = 8 << 20
+	if n := resident(t) - began; n > 48<<20+overhead && !raceEnabled {
+		t.Errorf("the process has grown by %d bytes", n)
+	} else {
+		t.Logf("the process has grown by %d bytes", n)
+	}
 	if grown > 48<<20 || grown < 36<<20 || s.Used > s.Limit || s.Refused == 0 {
 		t.Errorf("the heap has grown by %d bytes: %+v", grown, s)
 	}

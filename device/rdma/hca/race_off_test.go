@@ -1,0 +1,5 @@
+//go:build !race
+
+package hca
+
+const raceEnabled = false

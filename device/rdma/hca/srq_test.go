@@ -155,7 +155,7 @@ func TestResizeCQInParts(t *testing.T) {
 	c, q := g.cq(16384), (*cq)(nil)
 	q = g.tables.cqs[c.n].q
 	post := func(n int) {
-		tok := g.space.Epochs().Enter(0)
+		tok := g.space.Epochs().Enter(translate.ByLoop(0))
 		defer g.space.Epochs().Leave(0, tok)
 		for range n {
 			q.post(&abi.WC{ID: uint64(q.prod)}, false)
@@ -194,7 +194,7 @@ func TestResizeCQInParts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tok := g.space.Epochs().Enter(0)
+	tok := g.space.Epochs().Enter(translate.ByLoop(0))
 	defer g.space.Epochs().Leave(0, tok)
 	m, err := q.startMove(to)
 	if err != nil {

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-debug test-ways bench bench-compare profile lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,7 +53,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSparseRegion|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves|TestVMQuarantine)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSoak|TestSparseRegion|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves|TestVMQuarantine)$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
@@ -107,6 +107,12 @@ bench-compare: ## two commits in turns (BASE=commit, HEAD=commit, ONLY="row …"
 	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run ./integration/bench -compare "$(BASE)" -head "$(HEAD)" -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) \
 		-json $(BUILD)/compare.jsonl
+
+soak: TIME := 30m
+soak: SEED := 0
+soak: build ## attack live daemons beside innocent programs that check every byte (TIME=30m, SEED=from the clock, ONLY="guest …")
+	@.ci/deps --tests
+	$(GO) run ./integration/soak -time $(TIME) -seed $(SEED) -only "$(ONLY)"
 
 lint: deps ## gofmt, vet, staticcheck and the project's rules
 	@.ci/lint

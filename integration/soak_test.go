@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// TestSoak runs the hostile campaign for two minutes (TR-1, TR-2, TR-4, TR-6), and shows that a wrong byte, an ended and
-// a stopped daemon are noticed.
+// TestSoak runs the hostile campaign for two minutes (TR-1, TR-2, TR-4, TR-6), and shows that a wrong byte, an ended
+// and a stopped daemon are noticed.
 func TestSoak(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "soak")
 	if out, err := exec.Command("go", "build", "-o", binary, "./soak").CombinedOutput(); err != nil {

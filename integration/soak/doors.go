@@ -43,12 +43,13 @@ func doorsEpisode(ctx context.Context, s *stage, rng *rand.Rand) error {
 }
 
 func request(rng *rand.Rand) string {
-	method := []string{"GET", "POST", "PUT", "DELETE", "OPTIONS", "\x00", strings.Repeat("A", 1+rng.IntN(2000))}[rng.IntN(7)]
-	path := []string{"/", "/metrics", "/healthz", "/v1/overview", "/v1/status", "/v1/", "/debug/pprof/", "/../../etc/passwd",
-		"/v1/vms/" + strings.Repeat("%00", rng.IntN(50)), "//" + strings.Repeat("/", rng.IntN(5000))}[rng.IntN(10)]
+	methods := []string{"GET", "POST", "PUT", "DELETE", "OPTIONS", "\x00", strings.Repeat("A", 1+rng.IntN(2000))}
+	paths := []string{"/", "/metrics", "/healthz", "/v1/overview", "/v1/status", "/v1/", "/debug/pprof/",
+		"/../../etc/passwd", "/v1/vms/" + strings.Repeat("%00", rng.IntN(50)), "//" + strings.Repeat("/", rng.IntN(5000))}
 	host := []string{monitoring, "localhost", "evil.example", "", strings.Repeat("h", rng.IntN(3000))}[rng.IntN(5)]
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s %s HTTP/1.%d\r\nHost: %s\r\n", method, path, rng.IntN(3), host)
+	fmt.Fprintf(&b, "%s %s HTTP/1.%d\r\nHost: %s\r\n", methods[rng.IntN(len(methods))], paths[rng.IntN(len(paths))],
+		rng.IntN(3), host)
 	for range rng.IntN(30) {
 		fmt.Fprintf(&b, "X-%d: %s\r\n", rng.IntN(1000), strings.Repeat("v", rng.IntN(5000)))
 	}

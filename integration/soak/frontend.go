@@ -37,9 +37,9 @@ const hcaRings = 4
 
 const frontEndBase = 0x7f0000000000 // user addresses begin here
 
-// frontEndEpisode speaks vhost-user: mostly a plausible handshake, with messages left out, repeated, in another order or
-// spoilt; then messages in any order. Meanwhile a vandal truncates the memory files, punches holes, fills eventfds and
-// writes to the rings.
+// frontEndEpisode speaks vhost-user: mostly a plausible handshake, with messages left out, repeated, in another order
+// or spoilt; then messages in any order. Meanwhile a vandal truncates the memory files, punches holes, fills eventfds
+// and writes to the rings.
 func frontEndEpisode(ctx context.Context, s *stage, rng *rand.Rand) error {
 	socket := []string{"mallory.net", "mallory.hca", "rogue.hca", "trudy.net", "trudy.hca"}[rng.IntN(5)]
 	path := s.socket(s.h1, socket)
@@ -186,7 +186,8 @@ func (f *hostileFrontEnd) startRing(i uint32) {
 	steps := []func(){
 		func() { f.send(vhostuser.ReqSetVringNum, vhostuser.VringState{Index: i, Num: size}.Append(nil)) },
 		func() {
-			f.send(vhostuser.ReqSetVringBase, vhostuser.VringState{Index: i, Num: uint32(f.rng.IntN(2) * f.rng.IntN(1<<16))}.Append(nil))
+			base := uint32(f.rng.IntN(2) * f.rng.IntN(1<<16))
+			f.send(vhostuser.ReqSetVringBase, vhostuser.VringState{Index: i, Num: base}.Append(nil))
 		},
 		func() {
 			f.send(vhostuser.ReqSetVringAddr, vhostuser.VringAddr{Index: i, Desc: f.address(4096), Avail: f.address(4096),

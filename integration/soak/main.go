@@ -11,6 +11,7 @@
 //	network.go   a guest's network card, and frames with the keys and numbers of the innocents
 //	underlay.go  a local user of the peer host, and a peer that was taken over
 //	doors.go     the control socket and the web page
+//	neighbour.go what a VM gets beside a hostile one, as a table
 //	sabotage.go  events made on purpose: a campaign that notices nothing proves nothing
 //
 // What the oracle or the watch sees is an event: it is printed with the episodes in progress, and the command fails.
@@ -39,6 +40,8 @@ type options struct {
 	episodes int
 	dir      string
 	sabotage string
+
+	neighbour bool
 }
 
 func main() {
@@ -51,6 +54,7 @@ func main() {
 	flag.IntVar(&o.episodes, "episodes", 0, "episodes of each campaign (0: until the time is over)")
 	flag.StringVar(&o.dir, "dir", "build/soak-logs", "where logs are left if there is an event")
 	flag.StringVar(&o.sabotage, "sabotage", "", "cause an event, to see that it is noticed: corrupt, kill or stop")
+	flag.BoolVar(&o.neighbour, "neighbour", false, "measure what a VM gets beside an idle, an honest and a hostile one")
 	flag.Parse()
 	if err := run(o); err != nil {
 		fmt.Fprintln(os.Stderr, "soak:", err)
@@ -79,6 +83,9 @@ func run(o options) error {
 		return err
 	}
 	defer s.Run()
+	if o.neighbour {
+		return s.neighbour(ctx, o.seed)
+	}
 	fmt.Printf("seed %d, %s; campaigns: %s\n", o.seed, o.time, strings.Join(names(chosen), " "))
 	return s.attack(ctx, o, chosen)
 }

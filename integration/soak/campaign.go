@@ -29,6 +29,7 @@ var campaigns = []campaign{
 	{"network", networkEpisode, new(atomic.Int64)},
 	{"underlay", underlayEpisode, new(atomic.Int64)},
 	{"doors", doorsEpisode, new(atomic.Int64)},
+	{"bgp", bgpEpisode, new(atomic.Int64)},
 }
 
 // An episode that lasts longer than this waits for a daemon that does not answer.

@@ -10,6 +10,7 @@
 //	guest.go     a guest: commands, work requests, rings and doorbells
 //	network.go   a guest's network card, and frames with the keys and numbers of the innocents
 //	underlay.go  a local user of the peer host, and a peer that was taken over
+//	bgp.go       a BGP neighbour that was taken over
 //	doors.go     the control socket and the web page
 //	neighbour.go what a VM gets beside a hostile one, as a table
 //	sabotage.go  events made on purpose: a campaign that notices nothing proves nothing

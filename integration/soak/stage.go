@@ -38,6 +38,7 @@ var (
 )
 
 const config1 = `vtep: {local: 192.0.2.1}
+evpn: {as: 65001, neighbours: [{address: 198.51.100.9, passive: true}]}
 networks:
   - {name: blue, vni: 100, peers: [192.0.2.2, 198.51.100.9]}
   - {name: red, vni: 200, peers: [192.0.2.2]}

@@ -205,7 +205,7 @@ func TestMemoryWindows(t *testing.T) {
 		destroy(t, x, y)
 		if typ == 1 { // bound again: the previous key is invalid
 			next := *bind
-			next.Key, next.NewKey = key, key+1
+			next.Key, next.NewKey = key, key&^0xff|(key+1)&0xff
 			a.post(t, &request{ID: 4, Opcode: guestdrv.WRBindMW, Bind: &next})
 			expect(t, a.scq, 4, guestdrv.WCSuccess, guestdrv.WCOpBindMW)
 		} else { // the peer invalidates it

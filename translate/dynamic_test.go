@@ -47,12 +47,15 @@ func want(t *testing.T, what string, got, want Outcome) {
 	}
 }
 
+// varied returns the key with the next variant.
+func varied(k Key) Key { return k&^0xff | (k+1)&0xff }
+
 // TestFastRegion: work requests make a key valid and invalid, low byte included (IBTA 10.6.4).
 func TestFastRegion(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	key := mustKey(t, vm, FastRegion, 5, 4)
 	all := LocalWrite | RemoteWrite | RemoteRead
-	sp := FastSpec{Key: key + 1, Access: all, PageShift: 12, IOVA: 0xffff888000001123, Length: 2 * PageSize, Offset: 0x123}
+	sp := FastSpec{Key: varied(key), Access: all, PageShift: 12, IOVA: 0xffff888000001123, Length: 2 * PageSize, Offset: 0x123}
 	pas := []PA{dynBase + 9*PageSize, dynBase + 2*PageSize, dynBase + 3*PageSize}
 	reg := func(sp FastSpec, pd PD, pas []PA) Outcome {
 		return inside(vm, 1, func() Outcome { return vm.Register(1, pd, &sp, pas) })
@@ -214,7 +217,7 @@ func TestWindows(t *testing.T) {
 	for _, k := range []Kind{Window1, Window2} {
 		handle := mustKey(t, vm, k, pd, 0)
 		w := handle
-		ok := BindSpec{Window: w, NewKey: w + 1, Region: r.LKey(),
+		ok := BindSpec{Window: w, NewKey: varied(w), Region: r.LKey(),
 			Access: LocalWrite | RemoteWrite | RemoteRead | FlushGlobal, VA: 0x7000_0800, Length: 4096}
 		for what, f := range map[string]func(*BindSpec){
 			"an old key":                func(sp *BindSpec) { sp.Window++ },
@@ -268,7 +271,7 @@ func TestWindows(t *testing.T) {
 			t.Errorf("region with a window destroyed: %v", err)
 		}
 		next := ok
-		next.Window, next.NewKey, next.VA = w, w+1, 0x7000_0100
+		next.Window, next.NewKey, next.VA = w, varied(w), 0x7000_0100
 		inv := func(key Key) Outcome { return call(func() Outcome { return vm.Invalidate(1, pd, key) }) }
 		remote := func(domain PD) Outcome {
 			return call(func() Outcome { return vm.InvalidateRemote(1, pd, domain, w) })

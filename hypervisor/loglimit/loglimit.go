@@ -29,6 +29,14 @@ type logger struct {
 // is returned as it is; nil discards all lines.
 func New(l hclog.Logger) hclog.Logger { return newAt(l, time.Now) }
 
+// Another returns a logger to the same output with limits of its own, for another source. If l has no limits, it is New.
+func Another(l hclog.Logger) hclog.Logger {
+	if x, ok := l.(*logger); ok {
+		return newAt(x.Logger, x.limits.now)
+	}
+	return New(l)
+}
+
 func newAt(l hclog.Logger, now func() time.Time) hclog.Logger {
 	switch l := l.(type) {
 	case nil:

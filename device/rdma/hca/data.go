@@ -143,8 +143,8 @@ func (d *dataSide) withdraw(q *qp) {
 	d.qps[q.index].Store(nil)
 }
 
-// qpPlaces returns the length of numbers for n QPs: a power of two, at most two thirds of which are used, so that a free
-// place is found at random.
+// qpPlaces returns the length of numbers for n QPs: a power of two, at most two thirds of which are used, so that a
+// free place is found at random.
 func qpPlaces(n int) int { return 1 << bits.Len(uint(n*3/2)) }
 
 // numberPlace returns the place of a QP number in numbers.

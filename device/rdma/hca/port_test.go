@@ -104,8 +104,8 @@ func TestAddresses(t *testing.T) {
 			f[33] ^= 8
 			ipSum(f[14:34])
 		}},
-		"an unused QP":   {rejectQPN, func(f []byte) { f[14+20+8+7] = 77 }},
-		"QP 0":           {rejectQPN, func(f []byte) { f[14+20+8+7] = 0 }},
+		"an unused QP":   {rejectQPN, func(f []byte) { f[14+20+8+7] ^= 77 }},
+		"QP 0":           {rejectQPN, func(f []byte) { clear(f[14+20+8+5 : 14+20+8+8]) }},
 		"a destroyed QP": {rejectQPN, func(f []byte) { f[14+20+8+5] ^= 1 }},
 		"an empty group": {rejectGroup, func(f []byte) { f[14+20+8+5], f[14+20+8+6], f[14+20+8+7] = 255, 255, 255 }},
 	} {

@@ -16,6 +16,8 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/config/oc"
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
 	"github.com/osrg/gobgp/v4/pkg/server"
+
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 // session is the speaker's BGP: gobgp, with only the EVPN address family.
@@ -42,7 +44,7 @@ var family = &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}
 func (b *session) open(ctx context.Context, s *Speaker) error {
 	b.s, b.away.until = s, map[netip.Addr]time.Time{}
 	ctx, b.stop = context.WithCancel(ctx)
-	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{log: s.log.Named("bgp")}), nil))
+	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{loggers: newLoggers(s.log.Named("bgp"))}), nil))
 	b.done.Go(b.srv.Serve)
 	g := &api.Global{Asn: s.cfg.AS, RouterId: s.cfg.RouterID.String(), ListenPort: -1,
 		Families: []uint32{uint32(oc.AFI_SAFI_TYPE_L2VPN_EVPN.ToInt())}}
@@ -241,8 +243,35 @@ func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Tim
 
 // logHandler passes gobgp's log to the daemon's. gobgp's information level becomes debug here.
 type logHandler struct {
-	log  hclog.Logger
+	*loggers
 	args []any
+}
+
+// loggers are a limited logger for each neighbour, so that one neighbour's lines do not suppress those about another,
+// and one for everything else.
+type loggers struct {
+	log hclog.Logger
+
+	mu sync.Mutex
+	of map[string]hclog.Logger // by gobgp's "Key", the neighbour's address
+}
+
+func newLoggers(l hclog.Logger) *loggers { return &loggers{log: l, of: map[string]hclog.Logger{}} }
+
+// about returns the logger for lines about a neighbour; "": none.
+func (l *loggers) about(neighbour string) hclog.Logger {
+	if neighbour == "" {
+		return l.log
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.of[neighbour] == nil {
+		if len(l.of) >= MaxNeighbours { // gobgp names configured ones only
+			return l.log
+		}
+		l.of[neighbour] = loglimit.Another(l.log)
+	}
+	return l.of[neighbour]
 }
 
 // Enabled implements slog.Handler.
@@ -263,20 +292,27 @@ func (h *logHandler) Handle(_ context.Context, r slog.Record) error {
 		args = append(args, strings.ToLower(a.Key), a.Value.String())
 		return true
 	})
+	neighbour := ""
+	for i := 0; i+1 < len(args); i += 2 {
+		if args[i] == "key" {
+			neighbour, _ = args[i+1].(string)
+		}
+	}
+	log := h.about(neighbour)
 	switch {
 	case r.Level < slog.LevelInfo:
-		h.log.Trace(r.Message, args...)
+		log.Trace(r.Message, args...)
 	case r.Level < slog.LevelWarn:
-		h.log.Debug(r.Message, args...)
+		log.Debug(r.Message, args...)
 	default:
-		h.log.Warn(r.Message, args...)
+		log.Warn(r.Message, args...)
 	}
 	return nil
 }
 
 // WithAttrs implements slog.Handler.
 func (h *logHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
-	n := &logHandler{log: h.log, args: append([]any{}, h.args...)}
+	n := &logHandler{loggers: h.loggers, args: append([]any{}, h.args...)}
 	for _, a := range attrs {
 		n.args = append(n.args, strings.ToLower(a.Key), a.Value.String())
 	}

@@ -55,7 +55,8 @@ func TestFastRegion(t *testing.T) {
 	vm, mem := dynVM(t, 16)
 	key := mustKey(t, vm, FastRegion, 5, 4)
 	all := LocalWrite | RemoteWrite | RemoteRead
-	sp := FastSpec{Key: varied(key), Access: all, PageShift: 12, IOVA: 0xffff888000001123, Length: 2 * PageSize, Offset: 0x123}
+	sp := FastSpec{Key: varied(key), Access: all, PageShift: 12, IOVA: 0xffff888000001123, Length: 2 * PageSize,
+		Offset: 0x123}
 	pas := []PA{dynBase + 9*PageSize, dynBase + 2*PageSize, dynBase + 3*PageSize}
 	reg := func(sp FastSpec, pd PD, pas []PA) Outcome {
 		return inside(vm, 1, func() Outcome { return vm.Register(1, pd, &sp, pas) })

@@ -29,7 +29,8 @@ type logger struct {
 // is returned as it is; nil discards all lines.
 func New(l hclog.Logger) hclog.Logger { return newAt(l, time.Now) }
 
-// Another returns a logger to the same output with limits of its own, for another source. If l has no limits, it is New.
+// Another returns a logger to the same output with limits of its own, for another source. For an l without limits it is
+// New.
 func Another(l hclog.Logger) hclog.Logger {
 	if x, ok := l.(*logger); ok {
 		return newAt(x.Logger, x.limits.now)

@@ -35,13 +35,14 @@ static void use_after_free(void)
 		pr_info("freed memory has %d\n", READ_ONCE(p[8]));
 }
 
+/* Within the page: the next one is not mapped, and reading it would be an oops after the report. */
 static void beyond_vmalloc(void)
 {
-	char *p = vmalloc(PAGE_SIZE);
+	char *p = vmalloc(PAGE_SIZE / 2);
 
 	OPTIMIZER_HIDE_VAR(p);
 	if (p)
-		pr_info("beyond the end is %d\n", READ_ONCE(p[PAGE_SIZE]));
+		pr_info("beyond the end is %d\n", READ_ONCE(p[PAGE_SIZE - 1]));
 	vfree(p);
 }
 
@@ -50,11 +51,15 @@ static void shift(void)
 	pr_info("shifted by 40: %d\n", number(1) << number(40));
 }
 
+/*
+ * Only UBSAN sees this: the address is within the whole array. KASAN's report would turn lockdep off. The address of
+ * element 4, one past the end, is valid.
+ */
 static void bounds(void)
 {
-	static int array[4];
+	static int array[2][4];
 
-	pr_info("element 4 of 4: %d\n", READ_ONCE(array[number(4)]));
+	pr_info("element 5 of 4: %d\n", READ_ONCE(array[0][number(5)]));
 }
 
 static void sleep_in_atomic(void)

@@ -258,7 +258,7 @@ static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long
 
 	part = kzalloc(sizeof(*part), GFP_KERNEL);
 	if (!part)
-		return ERR_PTR(-EAGAIN);
+		return ERR_PTR(-ENOMEM);
 	part->odp = odp;
 	part->start = max(start, base);
 	end = min(end, start + (1UL << VNICD_PART_SHIFT));
@@ -272,7 +272,7 @@ static struct vnicd_part *vnicd_part_create(struct vnicd_odp *odp, unsigned long
 					   end - part->start, &vnicd_part_ops);
 	if (err) {
 		vnicd_part_put(part);
-		return ERR_PTR(err == -ENOMEM ? -EAGAIN : err);
+		return ERR_PTR(err);
 	}
 	atomic_inc(&odp->num_idle);
 	return part;
@@ -313,7 +313,7 @@ static struct vnicd_part *vnicd_part_get(struct vnicd_odp *odp, unsigned long ad
 		atomic_dec(&odp->num_idle);
 		vnicd_part_remove(part);
 		vnicd_part_put(part);
-		return ERR_PTR(-EAGAIN);
+		return ERR_PTR(err == -EBUSY ? -EAGAIN : err);
 	}
 
 	/* Either this function sees that the region ended, or the region's end sees the part. */
@@ -623,7 +623,7 @@ int vnicd_odp_fetch(struct vnicd_odp *odp, u64 va, u64 length, unsigned int how,
 	if (f)
 		f->fault = fault;
 	else
-		ret = -EAGAIN;
+		ret = -ENOMEM;
 
 	for (bool some = false; !ret && addr < end; some = true) {
 		f->left = (end - addr) >> PAGE_SHIFT;

@@ -90,9 +90,9 @@ struct vnicd_odp *vnicd_odp_get(struct vnicd_dev *vd, u32 key);
 void vnicd_odp_put(struct vnicd_odp *odp);
 /*
  * Gives the device the pages from @va on. 0 if at least the first one is
- * present (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN if it may be
- * present at the next attempt, another errno if it never will. Sleeps until the
- * page fault is handled.
+ * present (with VNICD_FETCH_PREFETCH: all that exist), -EAGAIN or -ENOMEM if it
+ * may be present at the next attempt, another errno if it never will. Sleeps until
+ * the page fault is handled.
  *
  * @fault: the event that needs them, or NULL. It is answered together with the last
  * page, if the device supports that and no page was missing.

@@ -24,6 +24,8 @@ var (
 	ours        = regexp.MustCompile(`\[vnicd\w*\]`)
 	noMemory    = regexp.MustCompile(`: vmalloc error: |: page allocation failure: |FAULT_INJECTION: forcing a failure`)
 	noMemoryEnd = regexp.MustCompile(`</TASK>`)
+	// A process's own page fault that found no memory is repeated.
+	noMemoryLine = regexp.MustCompile(`Huh VM_FAULT_OOM leaked out to the #PF handler\. Retrying PF`)
 )
 
 // longestReport bounds the lines of such a report.
@@ -69,6 +71,7 @@ func Complaints(log string) []string {
 		case injected && noMemory.MatchString(l):
 			_, n := reportAt(lines[i:], noMemoryEnd)
 			i += n - 1
+		case injected && noMemoryLine.MatchString(l):
 		case complaint.MatchString(l):
 			bad = append(bad, l)
 		}

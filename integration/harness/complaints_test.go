@@ -122,6 +122,13 @@ func TestComplaintsOfFailedAllocations(t *testing.T) {
 	if got := Complaints(between + "[   90.0] " + InjectionEnds + "\n"); len(got) != 0 {
 		t.Errorf("an injected failure: %q", got)
 	}
+	const userFault = "[   80.5] Huh VM_FAULT_OOM leaked out to the #PF handler. Retrying PF\n"
+	if got := Complaints(userFault); len(got) != 1 {
+		t.Errorf("a page fault without memory: %q", got)
+	}
+	if got := Complaints(between + userFault); len(got) != 0 {
+		t.Errorf("an injected failure of a page fault: %q", got)
+	}
 	const bug = "[   81.0] BUG: KASAN: slab-use-after-free in vnicd_destroy_qp+0x11/0x20 [vnicd]"
 	if got := Complaints(between + bug); len(got) != 1 || got[0] != bug {
 		t.Errorf("beside injected failures: %q", got)

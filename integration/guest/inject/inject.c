@@ -43,6 +43,12 @@ static int made(const void *object)
 	return object ? 0 : errno ? errno : EINVAL;
 }
 
+/* Linux looks for a route to a destination's address, and without memory for it says ENOBUFS. */
+static int routed(int err)
+{
+	return err == ENOBUFS ? ENOMEM : err;
+}
+
 static int open_act(void)
 {
 	struct ibv_device **list = ibv_get_device_list(NULL);
@@ -289,8 +295,8 @@ static int to_rtr(void)
 		.ah_attr = { .is_global = 1, .port_num = 1,
 			     .grh = { .dgid = gid, .sgid_index = gid_index, .hop_limit = 64 } } };
 
-	return ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-			     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+	return routed(ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+				    IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
 }
 
 static void rtr_make(void)
@@ -373,7 +379,7 @@ static int ah_act(void)
 	struct ibv_ah_attr a = { .is_global = 1, .port_num = 1,
 		.grh = { .dgid = gid, .sgid_index = gid_index, .hop_limit = 64 } };
 
-	return made(ah = ibv_create_ah(pd, &a));
+	return routed(made(ah = ibv_create_ah(pd, &a)));
 }
 
 static int ah_end(void)

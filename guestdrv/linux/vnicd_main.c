@@ -414,6 +414,23 @@ out:
 	return err;
 }
 
+/*
+ * Only after the device was reset. Commands that it has not answered are still in
+ * their queue; del_vqs() would leak their descriptors, which virtio allocates.
+ */
+static void vnicd_delete_queues(struct vnicd_dev *vd)
+{
+	unsigned int i, n = 2 + vd->num_ceqs + vd->num_engines;
+
+	if (!vd->vqs)
+		return;
+	for (i = 0; i < n; i++)
+		while (virtqueue_detach_unused_buf(vd->vqs[i]))
+			;
+	vd->vdev->config->del_vqs(vd->vdev);
+	kfree(vd->vqs);
+}
+
 static int vnicd_start_events(struct vnicd_dev *vd)
 {
 	unsigned int i;
@@ -519,9 +536,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	vnicd_fault_stop(vd);
 
 	vnicd_reset(vd);
-	if (vd->vqs)
-		vdev->config->del_vqs(vdev);
-	kfree(vd->vqs);
+	vnicd_delete_queues(vd);
 	/*
 	 * Interrupts have stopped; until now they could schedule tasklets and works,
 	 * which do nothing. A work is cancelled after those that can queue it.

@@ -108,6 +108,25 @@ func TestWalks(t *testing.T) {
 	t.Logf("%d functions in %d packages", len(steps), len(packages))
 }
 
+// TestSecurityClaims checks that the tests that SECURITY.md names exist: its sentences are promises.
+func TestSecurityClaims(t *testing.T) {
+	named := regexp.MustCompile("`((?:Test|Fuzz)\\w+)`").FindAllStringSubmatch(read(t, "SECURITY.md"), -1)
+	if len(named) < 40 {
+		t.Errorf("SECURITY.md names %d tests, want at least 40", len(named))
+	}
+	exist := map[string]bool{}
+	for _, f := range files(t, "_test.go") {
+		for _, m := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)\w+)\(`).FindAllStringSubmatch(read(t, f), -1) {
+			exist[m[1]] = true
+		}
+	}
+	for _, n := range named {
+		if !exist[n[1]] {
+			t.Errorf("SECURITY.md names %s, which is no test", n[1])
+		}
+	}
+}
+
 // slug returns the anchor that a heading gets on the usual hosting platforms.
 func slug(heading string) string {
 	return strings.Map(func(r rune) rune {

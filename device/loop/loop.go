@@ -235,7 +235,9 @@ func (l *Loop) Close() {
 	l.inlineMu.Unlock()
 	switch was {
 	case lifeNew:
-		l.drainPosts()
+		// From now on Do runs its function in its caller, beside this one.
+		l.inlineMu.Lock()
+		_ = l.inline(l.drainPosts) // it recovers the faults of posts itself
 		l.release()
 		close(l.done)
 	case lifeRunning:

@@ -22,7 +22,7 @@ func TestSoak(t *testing.T) {
 		args  []string
 		event string // "": none
 	}{
-		{"corrupt", []string{"-time", "30s", "-only", "underlay", "-sabotage", "corrupt"}, "the target differs"},
+		{"corrupt", []string{"-time", "30s", "-only", "underlay", "-sabotage", "corrupt"}, "event: oracle: alice-bob"},
 		{"kill", []string{"-time", "30s", "-only", "underlay", "-sabotage", "kill"}, "vnicd has ended"},
 		{"stop", []string{"-time", "2m", "-only", "doors", "-sabotage", "stop"}, "event: "},
 		{"attack", []string{"-time", "2m"}, ""},

@@ -40,8 +40,7 @@ func (s *stage) guard(ctx context.Context, h *lab.Host) {
 		case <-ctx.Done():
 			return
 		case <-h.Proc.Done():
-			s.report(h.Name, errors.New("vnicd has ended: "+h.Proc.LogTail()))
-			return
+			return // searchLog reports it
 		case <-time.After(2 * time.Second):
 		}
 		c, cancel := context.WithTimeout(ctx, 2*patience)
@@ -56,8 +55,13 @@ func (s *stage) guard(ctx context.Context, h *lab.Host) {
 // defect matches lines of the log that no attacker may provoke.
 var defect = regexp.MustCompile(`panic|fatal error|goroutine \d+ \[|DATA RACE|\bbug\b|does not drain`)
 
-// searchLog reports defects in a daemon's log.
+// searchLog reports defects in a daemon's log, and its end.
 func (s *stage) searchLog(h *lab.Host) {
+	select {
+	case <-h.Proc.Done():
+		s.report(h.Name, errors.New("vnicd has ended: "+h.Proc.LogTail()))
+	default:
+	}
 	found := 0
 	for line := range strings.Lines(h.Log()) {
 		if defect.MatchString(line) {

@@ -167,8 +167,8 @@ func TestLimits(t *testing.T) {
 	g.refused(abi.StatusNoMemory, abi.CmdCreateMR, enc(abi.SizeCreateMR, &mr))
 }
 
-// Whoever does not have a QP number cannot compute it (TR-3, TR-4), and finds no QP by one that differs in any bit;
-// doorbell slots stay dense.
+// QP numbers cannot be predicted (TR-3, TR-4), a number that differs in any bit finds no QP, and doorbell slots stay
+// dense.
 func TestQPNumbersAreRandom(t *testing.T) {
 	const n = 64
 	w := newWorld(t, 1, 2, Limits{QPs: n})

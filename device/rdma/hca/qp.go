@@ -14,8 +14,8 @@ import (
 )
 
 // A QP has an index and a number. The index is the place in dataSide.qps and the doorbell slot; indices are dense, so
-// that doorbells are few words of memory. The number is random, because whoever does not know it must not be able to
-// compute it (TR-3, TR-4); its low bits are the place in dataSide.numbers. 0xffffff is the multicast QP number (IBTA
+// that doorbells are few words of memory. The number is random, so that it cannot be predicted (TR-3, TR-4); its low
+// bits are the place in dataSide.numbers. 0xffffff is the multicast QP number (IBTA
 // 10.5). QP 0 does not exist with Ethernet, QP 1 is the GSI QP (IBTA annex A16).
 const (
 	qpIndexes    = 1 << 16

@@ -18,7 +18,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
-// Rights of a control socket's clients. The permissions of the socket decide who has them.
+// Rights of a control socket's clients, which the permissions of the socket grant.
 type right uint8
 
 const (

@@ -226,16 +226,7 @@ func (x *quarantineRig) restrict(t *testing.T, u translate.Uplink, c *quarantine
 		s.stopped.Store(true)
 	}
 	got := s.outcome(t)
-	// Blocking forbids accesses first and disconnects then. A request between the two meets a forbidden access, which is
-	// answered; the VM's own requests may already be flushed.
-	between := guestdrv.WCWRFlushErr
-	switch {
-	case c.byPeer && c.op == guestdrv.WRSend:
-		between = guestdrv.WCRemOpErr
-	case c.byPeer:
-		between = guestdrv.WCRemAccessErr
-	}
-	if got != want && !(u == translate.UplinkBlocked && got == between) {
+	if got != want && !(u == translate.UplinkBlocked && !c.byPeer && got == guestdrv.WCWRFlushErr) {
 		t.Errorf("the requester sees %v, want %v", got, want)
 	}
 	if bytes.Count(x.vmBuf.Bytes(), []byte{canary}) != len(x.vmBuf.Bytes()) {

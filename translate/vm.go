@@ -191,8 +191,8 @@ func (vm *VM) newMPTGroup() *mptGroup {
 	return g
 }
 
-// takeIndexLocked returns a free place of the table, chosen at random: whoever does not have a key must not be able to
-// compute it (TR-3, TR-4). Place 0 stays empty, because it could make key 0, which is reserved (RA-1). The loop ends:
+// takeIndexLocked returns a free place of the table, chosen at random, so that keys cannot be predicted (TR-3, TR-4).
+// Place 0 stays empty, because it could make key 0, which is reserved (RA-1). The loop ends:
 // at most MaxRegions places are in use, which are fewer than there are.
 func (vm *VM) takeIndexLocked() uint32 {
 	for range 128 {

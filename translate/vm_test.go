@@ -296,7 +296,7 @@ func TestKeyVariants(t *testing.T) {
 	}
 }
 
-// Whoever does not have a key cannot compute it from others (TR-3, TR-4): neither from the keys that another VM's
+// A key cannot be computed from others (TR-3, TR-4): neither from the keys that another VM's
 // regions, windows and fast registrations got in the same order, nor from the ones before it.
 func TestKeysAreRandom(t *testing.T) {
 	const n = 256

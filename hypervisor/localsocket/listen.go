@@ -1,4 +1,5 @@
-// Package localsocket makes Unix sockets that only certain users and groups may open, and tells who has opened one.
+// Package localsocket makes Unix sockets that only given users and groups may open, and reads the credentials of the
+// processes that have connected.
 package localsocket
 
 import (

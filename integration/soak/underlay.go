@@ -15,7 +15,7 @@ import (
 const vxlanPort = 4789
 
 // underlayEpisode sends datagrams to both daemons: as a local user of the peer host, which has the VTEP's address but
-// not its rights; as Eve, who is a listed peer; and from a port below 1024, as a peer that was taken over.
+// not its rights; from Eve, a listed peer; and from a port below 1024, as a peer that was taken over does.
 func underlayEpisode(ctx context.Context, s *stage, rng *rand.Rand) error {
 	from, to := s.h2, addr1
 	local := addr2

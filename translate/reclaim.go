@@ -2,7 +2,9 @@ package translate
 
 // Reclaiming entries (HF-3). When a VM's quota (Limits.MaxPages) is reached, groups of its demand regions that were not
 // used lately are removed to make room. A clock hand passes over the groups and marks each one mttIdle; a lookup clears
-// the mark. A group that still has it when the hand comes again is removed. Entries of pinned regions stay.
+// the mark. A group that still has it when the hand comes again is removed. The newest groups are passed over, so that a
+// page which a fault has brought is still present when the access is repeated, wherever in its table the group stands.
+// Entries of pinned regions stay.
 //
 // To the guest's driver the pages are still the device's: the next access is a GuestFault, and the driver gives them
 // again. This is safe although no command asked for it (EP-3, TR-5). The guest frees a page only when CLEAR_MTT or
@@ -16,6 +18,7 @@ type demandPool struct {
 	spare   mttSpare
 	groups  int          // that exist, in all regions
 	leaves  int          // of these, with entries
+	made    uint64       // number of groups made so far
 	regions []*sparseMTT // that have a group
 
 	// The hand: the slot of regions[region] that it comes to next. Rebuilding a table moves groups before or behind it.
@@ -26,6 +29,9 @@ type demandPool struct {
 // reclaimLook bounds the groups that the hand passes to find one that was not used. If all were, the first one is
 // removed, as the one that the hand has not visited for longest.
 const reclaimLook = 64
+
+// reclaimNewest is the number of groups made last that are removed only if there are no others.
+const reclaimNewest = 32
 
 func (p *demandPool) listLocked(m *sparseMTT) {
 	m.place = len(p.regions)
@@ -66,20 +72,27 @@ func (p *demandPool) nextLocked() (m *sparseMTT, s *sparseSlot) {
 	}
 }
 
-// victimLocked returns a group that may be removed: not one of keep. It takes time in proportion to reclaimLook and to
-// the number of groups that keep contains.
+// victimLocked returns a group that may be removed: not one of keep. It takes time in proportion to reclaimLook,
+// reclaimNewest and the number of groups that keep contains.
 func (p *demandPool) victimLocked(keep *groupRange) (m *sparseMTT, n uint64, ok bool) {
+	newest := true // m is one of reclaimNewest
 	for passed, looked := 0, 0; passed < p.groups+reclaimLook && looked < reclaimLook; passed++ {
 		at, s := p.nextLocked()
 		group := s.tag.Load() - 1
 		if keep.contains(at.r, group) {
 			continue
 		}
+		if p.made-s.made < reclaimNewest {
+			if !ok {
+				m, n, ok = at, group, true
+			}
+			continue
+		}
 		if s.run.Or(mttIdle)&mttIdle != 0 {
 			return at, group, true
 		}
-		if looked++; !ok {
-			m, n, ok = at, group, true
+		if looked++; newest {
+			m, n, ok, newest = at, group, true, false
 		}
 	}
 	return m, n, ok

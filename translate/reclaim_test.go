@@ -53,7 +53,8 @@ func TestOnePageOfAGroupCostsLittle(t *testing.T) {
 	checkAccount(t, vm)
 }
 
-// A group in use survives the hand; those that nothing uses go first. A lookup stores only if the hand has passed.
+// A group in use survives the hand; those that nothing uses go first, and the newest last, whether used or not. A lookup
+// stores only if the hand has passed.
 func TestReclaimsWhatIsNotUsed(t *testing.T) {
 	const groups, hot = 400, 40
 	vm := NewVM(NewSpace(1), Limits{MaxPages: groups*sparseGroupCharge + sparseTableCharge})
@@ -62,16 +63,16 @@ func TestReclaimsWhatIsNotUsed(t *testing.T) {
 	for ; next < groups; next++ {
 		setGroup(t, vm, r, next)
 	}
-	lost := 0
+	lost, newest := 0, uint64(0) // newest: since when only the groups from next on are made
 	for ; next < 20*groups; next++ {
 		for n := range uint64(hot) {
 			if !look(r, n) {
-				lost++
+				lost, newest = lost+1, next
 				setGroup(t, vm, r, n)
 			}
 		}
 		setGroup(t, vm, r, next)
-		if n := next - 2; !look(r, n) {
+		if n := next - reclaimNewest; n >= newest && !look(r, n) {
 			t.Fatalf("group %d is gone already", n)
 		}
 	}

@@ -88,7 +88,7 @@ type sparseTable struct {
 type sparseSlot struct {
 	tag atomic.Uint64 // group number + 1; 0: never used. Changes once.
 	mttGroup
-	_ uint64
+	made uint64 // demandPool.made when the group was; guarded by VM.mu
 }
 
 // existsLocked reports whether a page of the slot's group is present.
@@ -141,8 +141,8 @@ func (m *sparseMTT) find(n uint64) *mttGroup {
 	return nil
 }
 
-// put stores group n with these entries and run, and reports whether it has a slot for it.
-func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) bool {
+// put stores group n with these entries, run and made, and reports whether it has a slot for it.
+func (t *sparseTable) put(n uint64, entries *mttEntries, run, made uint64) bool {
 	reach := t.reach(n)
 	for i := range reach {
 		s := &reach[i]
@@ -155,6 +155,7 @@ func (t *sparseTable) put(n uint64, entries *mttEntries, run uint64) bool {
 		}
 		s.entries.Store(entries)
 		s.run.Store(run)
+		s.made = made
 		s.tag.Store(n + 1)
 		return true
 	}
@@ -168,12 +169,13 @@ func (m *sparseMTT) makeLocked(n uint64, entries *mttEntries, run uint64) {
 	}
 	m.live++
 	m.pool.groups++
-	if t := m.table.Load(); t != noGroups && t.used < t.homes()/2 && t.put(n, entries, run) {
+	m.pool.made++
+	if t := m.table.Load(); t != noGroups && t.used < t.homes()/2 && t.put(n, entries, run, m.pool.made) {
 		return
 	}
 	for {
 		m.rebuildLocked()
-		if m.table.Load().put(n, entries, run) {
+		if m.table.Load().put(n, entries, run, m.pool.made) {
 			return
 		}
 	}
@@ -219,7 +221,7 @@ build:
 		t := newSparseTable(homeBits + try/4) // more room, in case many multipliers fail
 		for i := range old {
 			s := &old[i]
-			if s.existsLocked() && !t.put(s.tag.Load()-1, s.entries.Load(), s.run.Load()) {
+			if s.existsLocked() && !t.put(s.tag.Load()-1, s.entries.Load(), s.run.Load(), s.made) {
 				continue build
 			}
 		}

@@ -19,12 +19,15 @@ import (
 func (h *host) setDMA(tb testing.TB, u translate.Uplink) {
 	tb.Helper()
 	was := h.attribute.Uplink()
+	if u == translate.UplinkBlocked {
+		h.hca.Quarantine(true)
+	}
 	drains, err := h.attribute.Set(u)
 	if err != nil {
 		tb.Fatal(err)
 	}
-	if u == translate.UplinkBlocked || was == translate.UplinkBlocked {
-		h.hca.Quarantine(u == translate.UplinkBlocked)
+	if was == translate.UplinkBlocked && u != was {
+		h.hca.Quarantine(false)
 	}
 	for _, d := range drains {
 		if err := d.Wait(ctxFor(tb)); err != nil {
@@ -161,10 +164,10 @@ type quarantined struct {
 }
 
 var quarantinedOps = []quarantined{
-	{"SEND from the VM", guestdrv.WRSend, false, 3000, guestdrv.WCSuccess, guestdrv.WCLocProtErr, guestdrv.WCSuccess},
-	{"WRITE from the VM", guestdrv.WRRDMAWrite, false, 20000, guestdrv.WCSuccess, guestdrv.WCLocProtErr, 0},
-	{"READ by the VM", guestdrv.WRRDMARead, false, 20000, guestdrv.WCLocProtErr, guestdrv.WCLocProtErr, 0},
-	{"atomic by the VM", guestdrv.WRAtomicFetchAndAdd, false, 8, guestdrv.WCLocProtErr, guestdrv.WCLocProtErr, 0},
+	{"SEND from the VM", guestdrv.WRSend, false, 3000, guestdrv.WCSuccess, guestdrv.WCWRFlushErr, guestdrv.WCSuccess},
+	{"WRITE from the VM", guestdrv.WRRDMAWrite, false, 20000, guestdrv.WCSuccess, guestdrv.WCWRFlushErr, 0},
+	{"READ by the VM", guestdrv.WRRDMARead, false, 20000, guestdrv.WCLocProtErr, guestdrv.WCWRFlushErr, 0},
+	{"atomic by the VM", guestdrv.WRAtomicFetchAndAdd, false, 8, guestdrv.WCLocProtErr, guestdrv.WCWRFlushErr, 0},
 	{"SEND to the VM", guestdrv.WRSend, true, 3000, guestdrv.WCRemOpErr, guestdrv.WCRetryExcErr, guestdrv.WCLocProtErr},
 	{"WRITE to the VM", guestdrv.WRRDMAWrite, true, 20000, guestdrv.WCRemAccessErr, guestdrv.WCRetryExcErr, 0},
 	{"READ of the VM", guestdrv.WRRDMARead, true, 20000, guestdrv.WCSuccess, guestdrv.WCRetryExcErr, 0},
@@ -226,7 +229,7 @@ func (x *quarantineRig) restrict(t *testing.T, u translate.Uplink, c *quarantine
 		s.stopped.Store(true)
 	}
 	got := s.outcome(t)
-	if got != want && !(u == translate.UplinkBlocked && !c.byPeer && got == guestdrv.WCWRFlushErr) {
+	if got != want {
 		t.Errorf("the requester sees %v, want %v", got, want)
 	}
 	if bytes.Count(x.vmBuf.Bytes(), []byte{canary}) != len(x.vmBuf.Bytes()) {

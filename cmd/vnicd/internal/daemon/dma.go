@@ -45,13 +45,20 @@ func (d *Daemon) setDMA(name string, u translate.Uplink, file bool) (*DMAChange,
 	defer v.changing.Unlock()
 	began := time.Now()
 	c := &DMAChange{VM: name, DMA: u}
+	was := v.attribute.Uplink()
+	// Quarantine is called without mu, because it waits for the loops: each ends its batch, so that afterwards none sends
+	// for the VM. The connections end before accesses are forbidden: otherwise a request between the two would be
+	// answered as an access error of the program.
+	if u == translate.UplinkBlocked {
+		v.hca.Quarantine(true)
+	}
 	drains, err := d.adoptDMA(v, c, file)
+	if now := v.attribute.Uplink(); (u == translate.UplinkBlocked || was == translate.UplinkBlocked) &&
+		now != translate.UplinkBlocked {
+		v.hca.Quarantine(false)
+	}
 	if err != nil {
 		return nil, err
-	}
-	if u == translate.UplinkBlocked || c.Was == translate.UplinkBlocked {
-		// Without mu, because it waits for the loops: each ends its batch, so that afterwards none sends for the VM.
-		v.hca.Quarantine(u == translate.UplinkBlocked)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), drainLimit)
 	defer cancel()

@@ -2,9 +2,9 @@ package translate
 
 // Reclaiming entries (HF-3). When a VM's quota (Limits.MaxPages) is reached, groups of its demand regions that were not
 // used lately are removed to make room. A clock hand passes over the groups and marks each one mttIdle; a lookup clears
-// the mark. A group that still has it when the hand comes again is removed. The newest groups are passed over, so that a
-// page which a fault has brought is still present when the access is repeated, wherever in its table the group stands.
-// Entries of pinned regions stay.
+// the mark. A group that still has it when the hand comes again is removed. The newest groups are passed over, so that
+// a page which a fault has brought is still present when the access is repeated, wherever in its table the group
+// stands. Entries of pinned regions stay.
 //
 // To the guest's driver the pages are still the device's: the next access is a GuestFault, and the driver gives them
 // again. This is safe although no command asked for it (EP-3, TR-5). The guest frees a page only when CLEAR_MTT or

@@ -53,8 +53,8 @@ func TestOnePageOfAGroupCostsLittle(t *testing.T) {
 	checkAccount(t, vm)
 }
 
-// A group in use survives the hand; those that nothing uses go first, and the newest last, whether used or not. A lookup
-// stores only if the hand has passed.
+// A group in use survives the hand; those that nothing uses go first, and the newest last, whether used or not. A
+// lookup stores only if the hand has passed.
 func TestReclaimsWhatIsNotUsed(t *testing.T) {
 	const groups, hot = 400, 40
 	vm := NewVM(NewSpace(1), Limits{MaxPages: groups*sparseGroupCharge + sparseTableCharge})

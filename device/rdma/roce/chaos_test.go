@@ -63,10 +63,10 @@ func TestRCChaos(t *testing.T) {
 		for seed := range int64(3) {
 			for _, m := range []localMode{framesOnly, localOn, localMixed} {
 				t.Run(fmt.Sprintf("%s/%v/%d", im.name, m, seed), func(t *testing.T) {
-					chaos(t, im, m, seed*100+int64(i), false)
+					chaos(t, im, m, seed*100+int64(i), false, 0)
 				})
 				t.Run(fmt.Sprintf("%s/%v/faults/%d", im.name, m, seed), func(t *testing.T) {
-					chaos(t, im, m, seed*100+int64(i), true)
+					chaos(t, im, m, seed*100+int64(i), true, 0)
 				})
 			}
 		}
@@ -93,8 +93,9 @@ const (
 	chRecvPer = 1 << 15
 )
 
-func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool) {
+func chaos(t *testing.T, im impair, m localMode, seed int64, faults bool, moves float64) {
 	f := newFabric(t, seed)
+	f.moves = moves
 	f.local = m
 	rng := rand.New(rand.NewSource(seed + 7))
 	o := opts()
@@ -300,7 +301,7 @@ func watchAcks(t *testing.T, x, y *node) {
 			if kind == wire.SyndromeACK && answered[p.BTH.PSN] {
 				t.Errorf("ACK for the PSN %#x of a READ or atomic", p.BTH.PSN)
 			}
-			if y.q.resp.pending != 0 {
+			if y.q.resp.pending != 0 && !y.paused {
 				// Allowed while the oldest READ waits for a page: an ACK for requests before it, and its RNR NAK.
 				r, psn := y.q.resp.oldestPending(), extend(y.q.resp.epsn, p.BTH.PSN)
 				if psn >= r.first && (kind != wire.SyndromeRNR || psn < r.next || psn >= r.stop) ||

@@ -63,6 +63,7 @@ type node struct {
 	waits    bool
 	patience wire.Patience
 	paused   bool // its VM is paused: guest memory must not be accessed
+	hostile  bool // its QP's state was made up: it may contradict what the node knows
 	unmarked bool // its packets do not say what it does after RNR NAKs: rxe, an older vnicd
 	slow     bool // its frames go through the link
 	pad      bool // the frame being sent may be padded
@@ -115,6 +116,7 @@ type fabric struct {
 	p      wire.RoCE
 	budget int
 	steps  int
+	moves  float64 // probability that a step moves a QP to another process
 	local  localMode
 	link   *link // link shared by frames of some nodes; nil: none
 }
@@ -170,7 +172,7 @@ func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 	if seq >= uint32(len(n.sq)) {
 		return FetchEmpty
 	}
-	if n.seen[seq] {
+	if n.seen[seq] && !n.hostile {
 		n.f.t.Fatalf("%s: send WQE %d fetched twice", n.name, seq)
 	}
 	n.seen[seq] = true
@@ -191,7 +193,7 @@ func (n *node) FetchSend(seq uint32, w *WQE) Fetch {
 
 func (n *node) CompleteSend(w *WQE, c *Completion) {
 	n.awake()
-	if int(w.Seq) != len(n.sends) {
+	if int(w.Seq) != len(n.sends) && !n.hostile {
 		n.f.t.Fatalf("%s: send WQE %d completed, want %d", n.name, w.Seq, len(n.sends))
 	}
 	n.sends = append(n.sends, cqe{w.ID, *c})
@@ -266,8 +268,10 @@ func (n *node) local(sg []SGE, off uint64, b []byte, need translate.Access) tran
 			return translate.Miss{}
 		}
 	}
-	n.f.t.Fatalf("%s: access beyond the segments, %d bytes left", n.name, len(b))
-	return translate.Miss{}
+	if !n.hostile {
+		n.f.t.Fatalf("%s: access beyond the segments, %d bytes left", n.name, len(b))
+	}
+	return translate.Miss{Kind: translate.OutOfRange}
 }
 
 func (n *node) Gather(dst []byte, w *WQE, off uint64) translate.Miss {
@@ -518,6 +522,9 @@ func (f *fabric) step() bool {
 	f.steps++
 	for _, n := range f.nodes {
 		n.watched()
+		if f.moves > 0 && !n.paused && f.rng.Float64() < f.moves {
+			n.move(f.rng.Int63n(200e3))
+		}
 	}
 	// A busy loop: frames that arrive within lag may be received before a QP runs.
 	busy := f.lag > 0 && len(f.queue) > 0 && f.queue[0].at <= f.now+f.lag && f.rng.Intn(2) == 0
@@ -562,7 +569,7 @@ func (f *fabric) step() bool {
 // watched fails if the requester has requests in flight and no timer or schedule to continue without an answer.
 func (n *node) watched() {
 	q := n.q
-	if !n.paused && q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
+	if !n.paused && !n.hostile && q.typ == RC && q.requesterActive() && q.req.sent > q.req.una && q.recovery.timeout != 0 &&
 		q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
 		q.faults.send.cause == waitNone && !n.run && !q.scheduled {
 		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)

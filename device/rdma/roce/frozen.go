@@ -94,8 +94,11 @@ func (q *QP) holdPeer(psn uint64) {
 			return
 		}
 	}
-	d := min(max(q.now-f.since, minFrozenWait), maxFrozenWait)
-	if q.sendAck(wire.SyndromeRNR|rnrCode(d), psn) && psn == r.epsn {
+	d, at := min(max(q.now-f.since, minFrozenWait), maxFrozenWait), psn
+	if r.pending > 0 {
+		at = min(at, r.oldestPending().next) // an RNR NAK acknowledges what is before it, and must not name a READ as such
+	}
+	if q.sendAck(wire.SyndromeRNR|rnrCode(d), at) && psn == r.epsn {
 		// Requests behind it are on their way, and come again after it.
 		f.refused, r.nakSent = true, true
 	}

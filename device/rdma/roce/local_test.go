@@ -22,7 +22,7 @@ func (n *node) Peer() (*QP, uint64) {
 	if n.f.local == framesOnly || n.f.local == localMixed && n.f.rng.Intn(3) == 0 {
 		return nil, 0
 	}
-	if p := n.f.byQPN(n.q.attr.DestQPN); p != nil && p.f == n.f {
+	if p := n.f.byQPN(n.q.attr.DestQPN); p != nil && p.f == n.f && !p.paused {
 		return p.q, 4096 << n.f.rng.Intn(5)
 	}
 	return nil, 0

@@ -108,7 +108,9 @@ func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 	if !m.Fault() || m.Len == 0 || m.Len > maxFault {
 		n.f.t.Fatalf("%s: fault for %+v", n.name, m)
 	}
-	if w, queue := n.q.Waits(side); queue || !w.Fault() {
+	// A wait whose fault was not answered for long raises it again, also while another wait of its side has one outstanding.
+	w, queue := n.q.Waits(side)
+	if again := side == Responder && sameWhere(&n.q.faults.read.miss, &m); !again && (queue || !w.Fault()) {
 		n.f.t.Fatalf("%s: fault for %+v, but it waits for %+v (queue: %v)", n.name, m, w, queue)
 	}
 	if n.rng != nil && m.Key != 0 {
@@ -123,6 +125,10 @@ func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 	n.raise(side, m)
 }
 
+func sameWhere(a, b *translate.Miss) bool {
+	return a.Kind == b.Kind && a.Key == b.Key && a.Where == b.Where
+}
+
 // raise handles faults, also of work queues.
 func (n *node) raise(side Side, m translate.Miss) {
 	if n.busy[side] {
@@ -134,7 +140,12 @@ func (n *node) raise(side Side, m translate.Miss) {
 	if n.service != nil {
 		d = n.service()
 	}
+	q := n.q
 	done := func(ok bool) {
+		if n.q != q { // moved meanwhile: the new process does not know the fault
+			n.pageIn(m)
+			return
+		}
 		n.busy[side], n.open[side] = false, nil
 		if ok {
 			n.served++

@@ -1,0 +1,168 @@
+// Package record encodes the state of RDMA objects that another process continues (CO-1, CO-7).
+//
+// One function describes a record for both directions:
+//
+//	func (x *thing) record(c *record.Codec) {
+//		record.Num(c, &x.count)
+//		c.Bool(&x.ready)
+//	}
+//
+// Numbers are unsigned LEB128 (encoding/binary's Uvarint), truth values are 0 or 1, byte strings of fixed length stand
+// for themselves, and lists begin with their length. A record begins with a version (Version); fields are only ever
+// appended to it, within Since. What is read is untrusted: a Codec never panics, reads nothing twice, and keeps the
+// first error.
+package record
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// ErrInvalid is wrapped by all errors.
+var ErrInvalid = errors.New("invalid state record")
+
+// Codec writes a record, or reads one.
+type Codec struct {
+	b       []byte // written so far, or to be read
+	reading bool
+	version uint32
+	err     error
+}
+
+// Writer returns a Codec that writes.
+func Writer() *Codec { return &Codec{} }
+
+// Reader returns a Codec that reads b, which must not change.
+func Reader(b []byte) *Codec { return &Codec{b: b, reading: true} }
+
+// Reading reports the direction.
+func (c *Codec) Reading() bool { return c.reading }
+
+// Err returns the first error, nil if there was none.
+func (c *Codec) Err() error { return c.err }
+
+// Bytes returns what was written.
+func (c *Codec) Bytes() []byte { return c.b }
+
+// Fail records an error, unless there is one: a value contradicts others.
+func (c *Codec) Fail(format string, args ...any) {
+	if c.err == nil {
+		c.err = fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	}
+}
+
+// End checks that everything was read.
+func (c *Codec) End() error {
+	if c.reading && len(c.b) > 0 {
+		c.Fail("%d bytes too many", len(c.b))
+	}
+	return c.err
+}
+
+// Version begins a record of a kind that magic names: it writes newest, or reads a version that is at most newest.
+func (c *Codec) Version(magic string, newest uint32) {
+	m := []byte(magic)
+	c.Fixed(m)
+	if string(m) != magic {
+		c.Fail("begins with %q, want %q", m, magic)
+	}
+	v := newest
+	Num(c, &v)
+	if v == 0 || v > newest {
+		c.Fail("%s of version %d, this vnicd knows 1 to %d", magic, v, newest)
+	}
+	c.version = v
+}
+
+// Since reports whether the record has the fields of a version.
+func (c *Codec) Since(version uint32) bool { return c.version >= version }
+
+// Num is a number; it must fit into T. Negative numbers are not for records.
+func Num[T ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~int](c *Codec, p *T) {
+	if !c.reading {
+		c.b = binary.AppendUvarint(c.b, uint64(*p))
+		return
+	}
+	v := c.number()
+	if *p = T(v); uint64(*p) != v || *p < 0 {
+		*p = 0
+		c.Fail("number %d is too large", v)
+	}
+}
+
+// Max is Num for a number that must not exceed most.
+func Max[T ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~int](c *Codec, p *T, most T, what string) {
+	Num(c, p)
+	if c.reading && *p > most {
+		c.Fail("%s is %d, must be at most %d", what, *p, most)
+		*p = 0
+	}
+}
+
+func (c *Codec) number() uint64 {
+	if c.err != nil {
+		return 0
+	}
+	v, n := binary.Uvarint(c.b)
+	if n <= 0 {
+		c.Fail("number is cut off, or has more than 64 bits")
+		return 0
+	}
+	c.b = c.b[n:]
+	return v
+}
+
+// Bool is a truth value.
+func (c *Codec) Bool(p *bool) {
+	v := uint8(0)
+	if *p {
+		v = 1
+	}
+	Max(c, &v, 1, "truth value")
+	if c.reading {
+		*p = v == 1
+	}
+}
+
+// Fixed is a byte string whose length both sides know.
+func (c *Codec) Fixed(p []byte) {
+	switch {
+	case !c.reading:
+		c.b = append(c.b, p...)
+	case c.err != nil || len(c.b) < len(p):
+		clear(p)
+		c.Fail("%d bytes are cut off", len(p))
+	default:
+		c.b = c.b[copy(p, c.b):]
+	}
+}
+
+// Len is the length of a list, n when writing. It is at most most, and, when reading, at most what the rest of the
+// record can hold: each element has at least one byte.
+func (c *Codec) Len(n, most int, what string) int {
+	Num(c, &n)
+	if c.reading && (n > most || n > len(c.b)) {
+		c.Fail("%d %s, at most %d fit", n, what, min(most, len(c.b)))
+	}
+	if c.err != nil {
+		return 0
+	}
+	return n
+}
+
+// List is a list of at most most elements; f describes one. Reading replaces *p.
+func List[T any](c *Codec, p *[]T, most int, what string, f func(*T)) {
+	n := c.Len(len(*p), most, what)
+	if c.reading {
+		*p = make([]T, 0, min(n, 1024)) // grows only with what is really there
+	}
+	for i := range n {
+		if c.reading {
+			*p = append(*p, *new(T))
+		}
+		if f(&(*p)[i]); c.err != nil {
+			return
+		}
+	}
+}

@@ -1,0 +1,424 @@
+package roce
+
+import (
+	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// The context of a QP: what another process needs to continue it (CO-1). It is written while the QP is frozen, and read
+// into a new QP, which is frozen then: nothing happens before Thaw.
+//
+//	in the context      attributes, PSNs, work requests that were fetched and not completed, the message in progress,
+//	                    the receive request in use, the answers of READs and atomics that a duplicate may ask for
+//	lost, as packets    kept and queued frames, acknowledgements
+//	learned again       congestion window, response times, what the peer understands
+//	met again           absent pages that operations wait for
+//
+// After Thaw the requester sends again from its oldest unacknowledged packet, and the responder acknowledges once
+// more, so that a peer that was refused or lost something continues at once.
+//
+// What is read is untrusted (CO-7). It may describe a state that this vnicd would not have reached, but it keeps the
+// invariants on which this package relies; keys are looked up and rights checked at each access anyway.
+
+const maxPSN = 1 << 60 // beyond what any connection reaches
+
+func recordPSN(c *record.Codec, psn *uint64, what string) {
+	record.Num(c, psn)
+	if c.Reading() && (*psn < psnBase-psnHalf || *psn > maxPSN) {
+		c.Fail("%s is %#x, must be %#x to %#x", what, *psn, uint64(psnBase-psnHalf), uint64(maxPSN))
+	}
+}
+
+// Context writes the context of q, which is frozen, or reads it into q, which is new and is frozen afterwards.
+// addressable reports whether q may send to a path; it is asked about paths that are read.
+func (q *QP) Context(c *record.Codec, now int64, addressable func(*AddressVector) bool) {
+	state, attr := q.state, q.attr
+	record.Max(c, &state, Err, "state")
+	c.Bool(&q.commEst)
+	c.Bool(&q.draining)
+	c.Bool(&q.lastWQE)
+	c.Bool(&q.faults.sqInvalid)
+	c.Bool(&q.faults.rqInvalid)
+	attr.record(c, &q.cfg, addressable)
+	if c.Reading() {
+		q.now = now
+		q.adoptAttr(c, state, &attr)
+	}
+	if state == Reset || c.Err() != nil {
+		return
+	}
+	q.req.record(c, q, addressable)
+	q.resp.record(c, q)
+	if c.Reading() && c.Err() == nil {
+		q.state = state
+		q.frozen = frozen{since: now, refused: true}
+		q.flushDelay = flushDelayMin
+	}
+}
+
+// adoptAttr sets attributes that were read, and what follows from them.
+func (q *QP) adoptAttr(c *record.Codec, state State, a *Attr) {
+	if c.Err() != nil || state == Reset {
+		return
+	}
+	connected := q.typ == RC || q.typ == UC
+	if connected && state >= RTR && state != Err && a.AV.DGID == [16]byte{} {
+		c.Fail("a connected queue pair in state %v without a peer", state)
+		return
+	}
+	mask := MaskAccess | MaskPKeyIndex | MaskPort | MaskQKey | MaskTimeout | MaskRetryCnt | MaskRNRRetry | MaskMinRNRTimer |
+		MaskMaxRdAtomic | MaskMaxDestRdAtomic | MaskSQDNotify | MaskDestQPN | MaskAV | MaskRQPSN | MaskSQPSN
+	if a.PathMTU != 0 {
+		mask |= MaskPathMTU
+	}
+	q.allocate()
+	if connected && a.AV.DGID != [16]byte{} {
+		av := a.AV
+		if q.usesECN(&av) {
+			av.TrafficClass = av.TrafficClass&^header.ECNMask | header.ECT0
+		}
+		t, err := av.template(q.cfg.QPN, a.DestQPN)
+		if err != nil {
+			c.Fail("address vector: %v", err)
+			return
+		}
+		q.tx = t
+	}
+	q.applyAttr(a, mask)
+}
+
+// record describes the attributes, but the state.
+func (a *Attr) record(c *record.Codec, cfg *Config, addressable func(*AddressVector) bool) {
+	record.Num(c, &a.PathMTU)
+	record.Max(c, &a.Timeout, 31, "timeout")
+	record.Max(c, &a.RetryCnt, 7, "retry_cnt")
+	record.Max(c, &a.RNRRetry, 7, "rnr_retry")
+	record.Max(c, &a.MinRNRTimer, 31, "min_rnr_timer")
+	record.Max(c, &a.MaxRdAtomic, uint8(cfg.MaxRdAtomic), "max_rd_atomic")
+	record.Max(c, &a.MaxDestRdAtomic, uint8(cfg.MaxRdAtomic), "max_dest_rd_atomic")
+	c.Bool(&a.SQDNotify)
+	record.Max(c, &a.PKeyIndex, 0, "pkey_index")
+	record.Num(c, &a.Port)
+	record.Num(c, &a.Access)
+	record.Num(c, &a.QKey)
+	record.Max(c, &a.DestQPN, psnMask, "dest_qp_num")
+	record.Max(c, &a.RQPSN, psnMask, "rq_psn")
+	record.Max(c, &a.SQPSN, psnMask, "sq_psn")
+	a.AV.record(c, addressable)
+	if c.Reading() && a.PathMTU != 0 && (a.PathMTU > 5 || mtuBytes(a.PathMTU) > cfg.MTU) {
+		c.Fail("path_mtu is %d, the port has %d bytes", a.PathMTU, cfg.MTU)
+	}
+}
+
+// record describes the address; the zero DGID means none.
+func (v *AddressVector) record(c *record.Codec, addressable func(*AddressVector) bool) {
+	c.Fixed(v.DMAC[:])
+	c.Fixed(v.SMAC[:])
+	record.Num(c, &v.VLAN)
+	c.Fixed(v.SGID[:])
+	c.Fixed(v.DGID[:])
+	record.Num(c, &v.TrafficClass)
+	record.Num(c, &v.HopLimit)
+	record.Max(c, &v.SL, 15, "service level")
+	record.Max(c, &v.FlowLabel, 0xfffff, "flow_label")
+	c.Bool(&v.RoCEv1)
+	record.Num(c, &v.SGIDIndex)
+	if !c.Reading() || v.DGID == [16]byte{} {
+		return
+	}
+	if v.VLAN != NoVLAN && v.VLAN > 4094 || !addressable(v) {
+		c.Fail("address vector of another device: source MAC %x, VLAN %d", v.SMAC, v.VLAN)
+	}
+}
+
+// record describes the requester: work requests head to tail, and how much of them is acknowledged.
+func (r *requester) record(c *record.Codec, q *QP, addressable func(*AddressVector) bool) {
+	n := c.Len(int(r.tail-r.head), len(r.slots), "send requests")
+	first := r.nextPSN // of the oldest request
+	if n > 0 && !c.Reading() {
+		first = r.slot(r.head).first
+	}
+	record.Num(c, &r.head)
+	recordPSN(c, &first, "first PSN of the send queue")
+	recordPSN(c, &r.una, "oldest unacknowledged PSN")
+	recordPSN(c, &r.sent, "end of the PSNs sent")
+	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
+	if c.Reading() {
+		r.tail, r.nextPSN = r.head, first
+	}
+	for i := range uint32(n) {
+		s := r.slot(r.head + i)
+		s.record(c, q, addressable)
+		if c.Err() != nil {
+			return
+		}
+		if !c.Reading() {
+			continue
+		}
+		if s.w.Seq = r.head + i; !q.adoptSlot(c, s) {
+			return
+		}
+		r.tail++
+	}
+	ends := r.requestsInFlight()
+	record.List(c, &ends, len(r.readEnds), "READs and atomics in flight", func(e *uint64) { recordPSN(c, e, "end of a READ") })
+	if c.Reading() {
+		r.adoptPositions(c, first, ends)
+	}
+}
+
+// requestsInFlight returns the ends of READs and atomics in flight, oldest first.
+func (r *requester) requestsInFlight() (ends []uint64) {
+	for i := r.readHead; i != r.readTail; i++ {
+		ends = append(ends, r.readEnds[i&uint32(len(r.readEnds)-1)])
+	}
+	return ends
+}
+
+// adoptSlot completes a work request that was read, as fetchWQE does.
+func (q *QP) adoptSlot(c *record.Codec, s *sendSlot) bool {
+	s.info = s.w.Opcode.info()
+	s.first, s.end = q.req.nextPSN, q.req.nextPSN
+	if s.failed {
+		return true
+	}
+	if st := q.checkWQE(s); st != StatusSuccess {
+		c.Fail("send request %d has operation %d, length %d: status %d", s.w.Seq, s.w.Opcode, s.w.Length, st)
+		return false
+	}
+	switch s.info.kind {
+	case kindManage:
+	case kindAtomic:
+		s.end++
+	default:
+		s.end += packets(s.w.Length, q.mtu)
+	}
+	q.req.nextPSN = s.end
+	return true
+}
+
+// adoptPositions checks the PSNs that were read against the work requests, the first of which begins with PSN first,
+// and goes back to una.
+func (r *requester) adoptPositions(c *record.Codec, first uint64, ends []uint64) {
+	if c.Err() != nil {
+		return
+	}
+	limit := first // una may not be beyond it
+	if r.head != r.tail {
+		if s := r.slot(r.head); s.end > s.first {
+			limit = s.end - 1
+		}
+	}
+	if r.una < first || r.una > limit || r.sent < r.una || r.sent > r.nextPSN {
+		c.Fail("PSNs %#x unacknowledged, %#x sent: the oldest request has %#x to %#x, all end at %#x", r.una, r.sent, first,
+			limit, r.nextPSN)
+		return
+	}
+	r.nxt, r.cur = r.una, r.head
+	// A repeated READ keeps its end, which lies in the request that it belongs to.
+	n, last := r.head, uint64(0)
+	for _, e := range ends {
+		for n != r.tail && r.slot(n).end < e {
+			n++
+		}
+		if n == r.tail || e <= r.slot(n).first || e <= last || !r.slot(n).info.kind.needsResponse() {
+			c.Fail("a READ or atomic in flight ends at PSN %#x, which no request has", e)
+			return
+		}
+		last = e
+	}
+	r.readHead, r.readTail = 0, uint32(copy(r.readEnds, ends))
+}
+
+// record describes a work request.
+func (s *sendSlot) record(c *record.Codec, q *QP, addressable func(*AddressVector) bool) {
+	w := &s.w
+	c.Bool(&s.failed)
+	c.Bool(&s.executed)
+	record.Max(c, &w.Status, StatusGeneral, "status")
+	record.Num(c, &w.ID)
+	record.Num(c, &w.Opcode)
+	c.Bool(&w.Signaled)
+	c.Bool(&w.Solicited)
+	c.Bool(&w.Fence)
+	c.Bool(&w.Inline)
+	c.Fixed(w.Imm[:])
+	record.Num(c, &w.InvKey)
+	record.Num(c, &w.RemoteVA)
+	record.Num(c, &w.RKey)
+	record.Num(c, &w.Compare)
+	record.Num(c, &w.SwapAdd)
+	record.Num(c, &w.Flush.Placement)
+	record.Num(c, &w.Flush.Selectivity)
+	record.Num(c, &w.FlushLen)
+	record.Num(c, &w.Length)
+	w.Manage.record(c)
+	w.SGEs = recordSGEs(c, w.SGEs, q.cfg.MaxSendSGE)
+	n := c.Len(len(w.InlineData), q.cfg.MaxInline, "bytes of inline data")
+	if c.Reading() {
+		w.InlineData = w.InlineData[:n]
+	}
+	c.Fixed(w.InlineData)
+	if q.typ.class() == classUD {
+		w.AV.record(c, addressable)
+		record.Max(c, &w.RemoteQPN, psnMask, "remote QP number")
+		record.Num(c, &w.QKey)
+	}
+	if !c.Reading() || s.failed {
+		return
+	}
+	switch sum := sumSGEs(w.SGEs); {
+	case s.executed && w.Opcode.info().kind != kindManage:
+		c.Fail("send request with operation %d has been executed here", w.Opcode)
+	case !w.Inline && len(w.SGEs) > 0 && w.Length != sum:
+		c.Fail("send request of %d bytes with segments of %d", w.Length, sum)
+	case q.typ.class() == classUD && w.AV.DGID == [16]byte{}:
+		c.Fail("datagram without an address")
+	}
+}
+
+// record describes the operands of a memory management request.
+func (m *Manage) record(c *record.Codec) {
+	record.Num(c, &m.Key)
+	record.Num(c, &m.NewKey)
+	record.Num(c, &m.Region)
+	record.Num(c, &m.Access)
+	record.Num(c, &m.VA)
+	record.Num(c, &m.Length)
+	record.Num(c, &m.List)
+	record.Num(c, &m.NPages)
+	record.Num(c, &m.Offset)
+	record.Num(c, &m.PageShift)
+}
+
+// recordSGEs describes segments; when reading, into the storage of s, which has room for most.
+func recordSGEs(c *record.Codec, s []SGE, most int) []SGE {
+	n := c.Len(len(s), most, "segments")
+	if c.Reading() {
+		s = s[:n]
+	}
+	for i := range s {
+		record.Num(c, &s[i].VA)
+		record.Num(c, &s[i].Length)
+		record.Num(c, &s[i].Key)
+	}
+	return s
+}
+
+func sumSGEs(s []SGE) (n uint64) {
+	for i := range s {
+		n += uint64(s[i].Length)
+	}
+	return n
+}
+
+// record describes the responder.
+func (r *responder) record(c *record.Codec, q *QP) {
+	recordPSN(c, &r.epsn, "expected PSN")
+	recordPSN(c, &r.ackPSN, "newest PSN executed")
+	record.Num(c, &r.msn)
+	record.Max(c, &r.op, wire.Write, "operation in progress")
+	record.Max(c, &r.off, maxMessage, "bytes received")
+	record.Num(c, &r.va)
+	record.Num(c, &r.rkey)
+	record.Max(c, &r.length, maxMessage, "length of a WRITE")
+	c.Bool(&r.dropMessage)
+	c.Bool(&r.haveRecv)
+	record.Num(c, &r.recv.ID)
+	record.Num(c, &r.recv.Length)
+	record.Num(c, &r.recv.Token)
+	record.Max(c, &r.recv.Status, StatusGeneral, "status")
+	r.recv.SGEs = recordSGEs(c, r.recv.SGEs, q.cfg.MaxRecvSGE)
+	record.Num(c, &r.fatal.syndrome)
+	record.Max(c, &r.fatal.status, StatusGeneral, "status")
+	record.Max(c, &r.fatal.event, EventLastWQE, "event")
+	record.Num(c, &r.fatal.psn)
+	r.recordResources(c, q)
+	r.emptyDue.record(c)
+	if !c.Reading() {
+		return
+	}
+	switch {
+	case r.ackPSN >= r.epsn:
+		c.Fail("PSN %#x was executed, %#x is expected", r.ackPSN, r.epsn)
+	case r.op == wire.Write && r.off > r.length:
+		c.Fail("%d of %d bytes of a WRITE were received", r.off, r.length)
+	case r.haveRecv && r.recv.Length != sumSGEs(r.recv.SGEs):
+		c.Fail("receive request of %d bytes with segments of %d", r.recv.Length, sumSGEs(r.recv.SGEs))
+	}
+}
+
+// recordResources describes the READs and atomics that may be repeated, newest first.
+func (r *responder) recordResources(c *record.Codec, q *QP) {
+	slots := uint64(len(r.resources))
+	record.Num(c, &r.accepted)
+	if c.Reading() && r.accepted > maxPSN {
+		c.Fail("%d READs and atomics accepted", r.accepted)
+	}
+	known := 0 // fewer than there is room for if their number was raised lately
+	for !c.Reading() && uint64(known) < min(r.accepted, slots) && r.resources[(r.accepted-1-uint64(known))%slots].op != 0 {
+		known++
+	}
+	known = c.Len(known, int(min(r.accepted, slots)), "READs and atomics")
+	end := r.epsn
+	for i := uint64(1); i <= uint64(known) && c.Err() == nil; i++ {
+		o := &r.resources[(r.accepted-i)%slots]
+		o.record(c)
+		if !c.Reading() || c.Err() != nil {
+			continue
+		}
+		if o.end > end || !o.consistent(q.mtu) {
+			c.Fail("READ or atomic %d with PSNs %#x to %#x, responses %#x, %#x, %#x, %#x: before %#x", o.op, o.first, o.end,
+				o.start, o.next, o.stop, o.sentEnd, end)
+		}
+		if end = o.first; o.pending {
+			r.pending++
+		}
+	}
+}
+
+// record describes the set.
+func (o *psnSet) record(c *record.Codec) {
+	n := o.hi - o.lo
+	record.Max(c, &n, psnSetSpan, "span of PSNs")
+	if n == 0 {
+		return
+	}
+	recordPSN(c, &o.lo, "first PSN of a set")
+	for i := range o.bits {
+		record.Num(c, &o.bits[i])
+	}
+	if c.Reading() {
+		o.hi = o.lo + n
+	}
+}
+
+func (o *resource) record(c *record.Codec) {
+	record.Num(c, &o.op)
+	for _, psn := range []*uint64{&o.first, &o.end, &o.start, &o.next, &o.stop, &o.sentEnd} {
+		record.Num(c, psn)
+	}
+	record.Num(c, &o.va)
+	record.Num(c, &o.key)
+	record.Max(c, &o.length, maxMessage, "length of a READ")
+	record.Num(c, &o.value)
+	c.Bool(&o.behindSend)
+	c.Bool(&o.ackDue)
+	c.Bool(&o.pending)
+}
+
+// consistent reports whether the PSNs of a resource that was read are those of its operation.
+func (o *resource) consistent(mtu uint32) bool {
+	n := uint64(1)
+	switch o.op {
+	case wire.ReadRequest:
+		n = packets(o.length, mtu)
+	case wire.CompareSwap, wire.FetchAdd:
+	default:
+		return false
+	}
+	ordered := o.first <= o.start && o.start <= o.next && o.next <= o.stop && o.stop <= o.end
+	return o.first >= psnBase-psnHalf && o.end == o.first+n && ordered && (!o.pending || o.next < o.stop) &&
+		o.sentEnd <= o.end
+}

@@ -1,0 +1,210 @@
+package roce
+
+import (
+	"errors"
+	"fmt"
+	"math/rand"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/record"
+)
+
+func anywhere(*AddressVector) bool { return true }
+
+// context returns the context of a frozen QP.
+func (n *node) context() []byte {
+	n.f.t.Helper()
+	w := record.Writer()
+	n.q.Context(w, n.f.now, nil)
+	if w.Err() != nil {
+		n.f.t.Fatal(w.Err())
+	}
+	return w.Bytes()
+}
+
+// adopt replaces the QP by a new one with that context.
+func (n *node) adopt(context []byte) error {
+	q := NewQP(n.q.cfg, n)
+	r := record.Reader(context)
+	q.Context(r, n.f.now, anywhere)
+	if r.End() == nil {
+		n.q.Close()
+		n.q = q
+	}
+	return r.End()
+}
+
+// move lets another process continue n's QP after d ns.
+func (n *node) move(d int64) {
+	n.f.t.Helper()
+	retry := n.q.attr.RetryCnt // chaos exceeds what attributes permit
+	n.q.attr.RetryCnt = min(retry, 7)
+	n.f.pause(n, d)
+	n.q.attr.RetryCnt = min(retry, 7)
+	before := n.context()
+	if err := n.adopt(before); err != nil {
+		n.f.t.Fatalf("%s: %v", n.name, err)
+	}
+	if after := n.context(); string(after) != string(before) {
+		n.f.t.Fatalf("%s: the context of the new QP differs", n.name)
+	}
+	n.q.attr.RetryCnt, n.q.recovery.retryLeft = retry, retry
+	n.busy, n.run, n.timer = [2]bool{}, false, 0
+}
+
+// Mixed operations over a bad network while the QPs of both ends move to other processes every now and then: each
+// completes once, and all bytes are right (CO-1).
+func TestMoveChaos(t *testing.T) {
+	for i, im := range impairments {
+		for seed := range int64(3) {
+			for _, m := range []localMode{framesOnly, localOn, localMixed} {
+				for _, faults := range []bool{false, true} {
+					t.Run(fmt.Sprintf("%s/%v/faults=%v/%d", im.name, m, faults, seed), func(t *testing.T) {
+						chaos(t, im, m, 1000+seed*100+int64(i), faults, 0.02)
+					})
+				}
+			}
+		}
+	}
+}
+
+// A QP in each state moves and is then as it was.
+func TestMoveStates(t *testing.T) {
+	for _, typ := range []Type{GSI, RC, UC, UD} {
+		f := newFabric(t, 1)
+		n := f.node("n", Config{QPN: 0x11, Type: typ, MaxSendSGE: 4, MaxRecvSGE: 4, MaxInline: 64})
+		check := func(want State) {
+			t.Helper()
+			var was, is Attr
+			n.q.Query(&was)
+			n.move(1e3)
+			if n.q.Query(&is); is != was || is.State != want {
+				t.Errorf("type %d: %+v, was %+v, want state %v", typ, is, was, want)
+			}
+			f.settle(1e6)
+		}
+		check(Reset)
+		o := opts()
+		if typ == RC || typ == UC {
+			o.typ, o.stay = typ, RTR
+			n.modify(Attr{State: Init, Port: 1, Access: o.access}, maskInitRC)
+			check(Init)
+			n.connect(&o, 0x22, o.avA, 1, 2)
+			check(RTR)
+			rts := maskRTSRC
+			if typ == UC {
+				rts = maskRTSUC
+			}
+			n.modify(Attr{State: RTS, SQPSN: 5, Timeout: 14, RetryCnt: 3, RNRRetry: 2, MaxRdAtomic: 4}, rts)
+		} else {
+			n.modify(Attr{State: Init, Port: 1, QKey: 7}, maskInitUD)
+			check(Init)
+			n.modify(Attr{State: RTR}, MaskState)
+			check(RTR)
+			n.modify(Attr{State: RTS, SQPSN: 5}, MaskState|MaskSQPSN)
+		}
+		check(RTS)
+		n.modify(Attr{State: Err}, MaskState)
+		check(Err)
+	}
+}
+
+// A QP in the error state flushes the rest of its work after a move.
+func TestMoveFlushes(t *testing.T) {
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	for range 10 {
+		a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 4096)}})
+	}
+	a.q.Run(f.now, 3)
+	a.modify(Attr{State: Err}, MaskState)
+	a.move(1e3)
+	f.until("flush", 1e9, func() bool { return len(a.sends) == 10 })
+	for i, c := range a.sends {
+		if c.c.Status != StatusFlush {
+			t.Errorf("request %d: %v", i, c.c.Status)
+		}
+	}
+}
+
+// A context that was damaged anywhere is refused, or describes a QP that does no harm: it neither panics nor runs for
+// ever, whatever its peer sends (CO-7).
+func FuzzContext(f *testing.F) {
+	fab := newFabric(f, 1)
+	for i, o := range []pairOpt{opts(), opts()} {
+		a, b := fab.pair(o)
+		a.reg(1, 0, 1<<16, allAccess)
+		b.reg(2, 0, 1<<16, allAccess)
+		fab.mixed(a, b, 3)
+		for range 20 * (i + 1) {
+			fab.step()
+		}
+		for _, n := range []*node{a, b} {
+			n.q.Freeze(fab.now)
+			f.Add(n.context())
+		}
+		fab.nodes, fab.queue = nil, nil
+	}
+	f.Fuzz(func(t *testing.T, context []byte) {
+		fab := newFabric(t, 1)
+		a, b := fab.pair(opts())
+		a.reg(1, 0, 1<<16, allAccess)
+		b.reg(2, 0, 1<<16, allAccess)
+		a.hostile = true
+		fab.pause(a, 1e3)
+		if err := a.adopt(context); err != nil {
+			if !errors.Is(err, record.ErrInvalid) {
+				t.Error(err)
+			}
+			return
+		}
+		fab.mixed(a, b, 1)
+		fab.mixed(b, a, 1)
+		for range 2000 {
+			if !fab.step() {
+				break
+			}
+		}
+	})
+}
+
+// Contexts with single bytes changed.
+func TestDamagedContext(t *testing.T) {
+	rng := rand.New(rand.NewSource(1))
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	f.mixed(a, b, 3)
+	for range 40 {
+		f.step()
+	}
+	a.q.Freeze(f.now)
+	good := a.context()
+	refused := 0
+	for i := range good {
+		bad := append([]byte(nil), good...)
+		bad[i] ^= byte(1 + rng.Intn(255))
+		x := newFabric(t, 1)
+		n, peer := x.pair(opts())
+		n.reg(1, 0, 1<<16, allAccess)
+		peer.reg(2, 0, 1<<16, allAccess)
+		n.hostile = true
+		x.pause(n, 1e3)
+		if n.adopt(bad) != nil {
+			refused++
+			continue
+		}
+		x.mixed(peer, n, 1)
+		for range 2000 {
+			if !x.step() {
+				break
+			}
+		}
+	}
+	if refused == 0 || refused == len(good) {
+		t.Errorf("%d of %d contexts with a changed byte were refused", refused, len(good))
+	}
+}

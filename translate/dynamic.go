@@ -70,13 +70,18 @@ const (
 // counts against Limits.MaxPages; for windows it is 0. The key is also the handle for StartDestroy. Errors: ErrInvalid,
 // ErrLimit.
 func (vm *VM) CreateDynamic(k Kind, pd PD, pages uint64) (Key, error) {
+	return vm.createDynamic(k, pd, pages, 0)
+}
+
+// createDynamic is CreateDynamic for a given key; 0: for a new one.
+func (vm *VM) createDynamic(k Kind, pd PD, pages uint64, key Key) (Key, error) {
 	if k > Window2 || k == FastRegion && (pages == 0 || pages > MaxFastPages) || k != FastRegion && pages != 0 {
 		return 0, fmt.Errorf("key of kind %d for %d pages, at most %d: %w", k, pages, MaxFastPages, ErrInvalid)
 	}
 	vm.mu.Lock()
 	defer vm.mu.Unlock()
 	d := &Dynamic{vm: vm, kind: k, pd: pd, pages: pages}
-	g, idx, key, err := vm.newKeyLocked(pages, d.cost())
+	g, idx, key, err := vm.newKeyLocked(key, pages, d.cost())
 	if err != nil {
 		return 0, err
 	}

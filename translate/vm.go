@@ -123,7 +123,10 @@ func (vm *VM) Usage() (regions int, pages uint64) {
 
 // CreateRegion makes a region, all of whose pages are absent, and publishes its key. It returns ErrInvalid for a bad
 // spec, ErrLimit if a quota is exhausted.
-func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
+func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) { return vm.createRegion(sp, 0) }
+
+// createRegion makes a region with that key; 0: with a new one.
+func (vm *VM) createRegion(sp RegionSpec, key Key) (*Region, error) {
 	if err := sp.validate(); err != nil {
 		return nil, err
 	}
@@ -135,7 +138,7 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	if demand {
 		need = 0
 	}
-	g, idx, key, err := vm.newKeyLocked(need, r.cost())
+	g, idx, key, err := vm.newKeyLocked(key, need, r.cost())
 	if err != nil {
 		return nil, err
 	}
@@ -150,9 +153,12 @@ func (vm *VM) CreateRegion(sp RegionSpec) (*Region, error) {
 	return r, nil
 }
 
-// newKeyLocked takes an index and returns its next key, or ErrLimit if there is no free index or no room for that many
-// pages, or for what the key costs, which is charged.
-func (vm *VM) newKeyLocked(pages uint64, c keyCost) (g *mptGroup, idx uint32, key Key, err error) {
+// newKeyLocked takes want, or, if that is 0, an index and its next key. It returns ErrLimit if there is no free index
+// or no room for that many pages, or for what the key costs, which is charged; ErrInvalid if want is not free.
+func (vm *VM) newKeyLocked(want Key, pages uint64, c keyCost) (g *mptGroup, idx uint32, key Key, err error) {
+	if want != 0 && (vm.place(want) == 0 || !vm.emptyLocked(vm.place(want))) {
+		return nil, 0, 0, fmt.Errorf("key %#x is reserved or in use: %w", uint32(want), ErrInvalid)
+	}
 	if vm.regions >= vm.lim.MaxRegions {
 		return nil, 0, 0, fmt.Errorf("memory regions: %d exist: %w", vm.regions, ErrLimit)
 	}
@@ -163,16 +169,22 @@ func (vm *VM) newKeyLocked(pages uint64, c keyCost) (g *mptGroup, idx uint32, ke
 	if err := vm.lim.Account.chargeKey(c); err != nil {
 		return nil, 0, 0, err
 	}
-	idx = vm.takeIndexLocked()
+	if idx = vm.place(want); want == 0 {
+		idx = vm.takeIndexLocked()
+	}
 	if g = vm.mpt[idx>>mptGroupShift].Load(); g == nil {
 		g = vm.newMPTGroup()
 		vm.mpt[idx>>mptGroupShift].Store(g)
 	}
 	v := &g.variant[idx&mptGroupMask]
+	vm.regions++
+	if want != 0 {
+		*v = uint8(want) + 1
+		return g, idx, want, nil
+	}
 	index := uint32(vm.random.Uint64())&maxKeyIndex&^vm.mask | idx
 	key = Key(index<<keyVariantBits | uint32(*v))
 	*v++ // the next key of this place is another one, whatever its random bits are
-	vm.regions++
 	return g, idx, key, nil
 }
 

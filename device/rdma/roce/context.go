@@ -67,8 +67,8 @@ func (q *QP) adoptAttr(c *record.Codec, state State, a *Attr) {
 		c.Fail("a connected queue pair in state %v without a peer", state)
 		return
 	}
-	mask := MaskAccess | MaskPKeyIndex | MaskPort | MaskQKey | MaskTimeout | MaskRetryCnt | MaskRNRRetry | MaskMinRNRTimer |
-		MaskMaxRdAtomic | MaskMaxDestRdAtomic | MaskSQDNotify | MaskDestQPN | MaskAV | MaskRQPSN | MaskSQPSN
+	mask := MaskAccess | MaskPKeyIndex | MaskPort | MaskQKey | MaskTimeout | MaskRetryCnt | MaskRNRRetry |
+		MaskMinRNRTimer | MaskMaxRdAtomic | MaskMaxDestRdAtomic | MaskSQDNotify | MaskDestQPN | MaskAV | MaskRQPSN | MaskSQPSN
 	if a.PathMTU != 0 {
 		mask |= MaskPathMTU
 	}
@@ -162,7 +162,9 @@ func (r *requester) record(c *record.Codec, q *QP, addressable func(*AddressVect
 		r.tail++
 	}
 	ends := r.requestsInFlight()
-	record.List(c, &ends, len(r.readEnds), "READs and atomics in flight", func(e *uint64) { recordPSN(c, e, "end of a READ") })
+	record.List(c, &ends, len(r.readEnds), "READs and atomics in flight", func(e *uint64) {
+		recordPSN(c, e, "end of a READ")
+	})
 	if c.Reading() {
 		r.adoptPositions(c, first, ends)
 	}

@@ -108,7 +108,8 @@ func (n *node) Fault(side Side, m translate.Miss, need translate.Access) {
 	if !m.Fault() || m.Len == 0 || m.Len > maxFault {
 		n.f.t.Fatalf("%s: fault for %+v", n.name, m)
 	}
-	// A wait whose fault was not answered for long raises it again, also while another wait of its side has one outstanding.
+	// A wait whose fault was not answered for long raises it again, also while another wait of its side has one
+	// outstanding.
 	w, queue := n.q.Waits(side)
 	if again := side == Responder && sameWhere(&n.q.faults.read.miss, &m); !again && (queue || !w.Fault()) {
 		n.f.t.Fatalf("%s: fault for %+v, but it waits for %+v (queue: %v)", n.name, m, w, queue)

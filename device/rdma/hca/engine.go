@@ -349,12 +349,15 @@ func (e *engine) failQPs() {
 	}
 }
 
-// disconnect sends the connected QPs to the error state; see Device.Quarantine.
+// disconnect sends the connected QPs to the error state, at once: none of them accesses memory afterwards. See
+// Device.Quarantine.
 func (e *engine) disconnect() {
 	for i := range e.dev.qps {
 		q := e.dev.qps[i].Load()
-		if q != nil && q.engine == e && (q.typ == roce.RC || q.typ == roce.UC) && q.t.State() >= roce.RTR {
-			q.fail("the VM is quarantined")
+		if q != nil && q.engine == e && (q.typ == roce.RC || q.typ == roce.UC) && q.t.State() >= roce.RTR &&
+			q.t.State() != roce.Err {
+			q.dev.warn("queue pair failed", "qp", q.n, "reason", "the VM is quarantined")
+			q.toErr(e.loop.Now())
 		}
 	}
 }

@@ -89,10 +89,7 @@ var _ roce.Adapter = (*qp)(nil)
 // run runs the transport for one turn. True: it has more work.
 func (q *qp) run(now int64, budget int) bool {
 	if q.failing {
-		q.failing = false
-		if err := q.t.Modify(now, &roce.Attr{State: roce.Err}, roce.MaskState); err == nil {
-			q.Event(roce.EventFatal)
-		}
+		q.toErr(now)
 	}
 	defer q.engine.endLocal()
 	waits := q.draining && !q.drainDone(now)
@@ -115,6 +112,14 @@ func (q *qp) fail(why string) {
 	q.dev.warn("queue pair failed", "qp", q.n, "reason", why)
 	q.failing = true
 	q.engine.schedule(q)
+}
+
+// toErr sends the QP to the error state. The caller is not inside the transport.
+func (q *qp) toErr(now int64) {
+	q.failing = false
+	if err := q.t.Modify(now, &roce.Attr{State: roce.Err}, roce.MaskState); err == nil {
+		q.Event(roce.EventFatal)
+	}
 }
 
 // ringMiss handles a miss on ring memory: absent for now (PF-12), or not guest memory.

@@ -138,6 +138,17 @@ func (c *Codec) Fixed(p []byte) {
 	}
 }
 
+// Blob is a byte string of at most most bytes, such as a record within the record. Reading returns a part of what is
+// read.
+func (c *Codec) Blob(p *[]byte, most int, what string) {
+	n := c.Len(len(*p), most, what)
+	if !c.reading {
+		c.b = append(c.b, *p...)
+		return
+	}
+	*p, c.b = c.b[:n:n], c.b[n:]
+}
+
 // Len is the length of a list, n when writing. It is at most most, and, when reading, at most what the rest of the
 // record can hold: each element has at least one byte.
 func (c *Codec) Len(n, most int, what string) int {

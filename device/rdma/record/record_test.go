@@ -13,6 +13,7 @@ type sample struct {
 	flag   bool
 	id     [3]byte
 	list   []uint32
+	blob   []byte
 	late   uint16
 }
 
@@ -23,6 +24,7 @@ func (s *sample) record(c *Codec, newest uint32) {
 	c.Bool(&s.flag)
 	c.Fixed(s.id[:])
 	List(c, &s.list, 4, "numbers", func(x *uint32) { Max(c, x, 1000, "number") })
+	c.Blob(&s.blob, 3, "bytes")
 	if c.Since(2) {
 		Num(c, &s.late)
 	}
@@ -30,8 +32,9 @@ func (s *sample) record(c *Codec, newest uint32) {
 
 func TestRoundTrip(t *testing.T) {
 	for _, x := range []sample{
-		{list: []uint32{}},
-		{small: 255, number: math.MaxUint64, flag: true, id: [3]byte{1, 2, 3}, list: []uint32{1, 2, 1000}, late: 65535},
+		{list: []uint32{}, blob: []byte{}},
+		{small: 255, number: math.MaxUint64, flag: true, id: [3]byte{1, 2, 3}, list: []uint32{1, 2, 1000},
+			blob: []byte{4, 5}, late: 65535},
 	} {
 		w := Writer()
 		x.record(w, 2)
@@ -55,8 +58,9 @@ func TestRoundTrip(t *testing.T) {
 // Golden bytes: the encoding is what other releases read.
 func TestGolden(t *testing.T) {
 	w := Writer()
-	(&sample{small: 7, number: 300, flag: true, id: [3]byte{1, 2, 3}, list: []uint32{128}, late: 5}).record(w, 2)
-	want := "SAMPLE\x02\x07\xac\x02\x01\x01\x02\x03\x01\x80\x01\x05"
+	(&sample{small: 7, number: 300, flag: true, id: [3]byte{1, 2, 3}, list: []uint32{128}, blob: []byte{9},
+		late: 5}).record(w, 2)
+	want := "SAMPLE\x02\x07\xac\x02\x01\x01\x02\x03\x01\x80\x01\x01\x09\x05"
 	if string(w.Bytes()) != want {
 		t.Errorf("% x\nwant % x", w.Bytes(), want)
 	}
@@ -89,7 +93,7 @@ func TestRefuses(t *testing.T) {
 		"list beyond the rest": "SAMPLE\x01\x00\x00\x00\x00\x00\x00\x03\x01",
 		"element too large":    "SAMPLE\x01\x00\x00\x00\x00\x00\x00\x01\xe9\x07",
 		"more than 64 bits":    "SAMPLE\x01\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
-		"trailing bytes":       "SAMPLE\x01\x00\x00\x00\x00\x00\x00\x00\x00",
+		"trailing bytes":       "SAMPLE\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00",
 	} {
 		r := Reader([]byte(b))
 		if new(sample).record(r, 2); !errors.Is(r.End(), ErrInvalid) {

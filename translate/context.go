@@ -125,8 +125,8 @@ func (r *Region) Pages(yield func(PageRun) bool) {
 	}
 }
 
-// Restore makes a region or Dynamic again, with the same keys. A pinned region's entries are absent; SetPages sets them.
-// A window's region must exist. ErrInvalid: the state contradicts itself, or a key is in use.
+// Restore makes a region or Dynamic again, with the same keys. A pinned region's entries are absent; SetPages sets
+// them. A window's region must exist. ErrInvalid: the state contradicts itself, or a key is in use.
 func (vm *VM) Restore(s *KeyState) error {
 	bad := func(format string, args ...any) error {
 		return fmt.Errorf("key %#x: "+format+": %w", append(append([]any{uint32(s.Handle)}, args...), ErrInvalid)...)

@@ -69,8 +69,8 @@ func TestRestore(t *testing.T) {
 	}
 	for range 200 {
 		n := 1 + rng.Uint64N(2000)
-		sp := RegionSpec{PD: PD(1 + rng.Uint32N(3)), Access: LocalWrite | RemoteWrite | RemoteRead | MWBind, PageShift: PageShift,
-			IOVA: VA(rng.Uint64N(1 << 40)), Length: n<<PageShift - 100, Offset: 50, NPages: n}
+		sp := RegionSpec{PD: PD(1 + rng.Uint32N(3)), Access: LocalWrite | RemoteWrite | RemoteRead | MWBind,
+			PageShift: PageShift, IOVA: VA(rng.Uint64N(1 << 40)), Length: n<<PageShift - 100, Offset: 50, NPages: n}
 		switch rng.IntN(4) {
 		case 0:
 			sp.Flags, sp.PageShift, sp.Offset, sp.NPages = Phys, 0, 0, 0

@@ -104,3 +104,15 @@ func (r *Ring) Uint32(off uint64) (*atomic.Uint32, Miss) {
 	pa, _ := r.at(off)
 	return r.space.RingUint32(pa)
 }
+
+// Pages returns the ring's pages, as NewRing took them.
+func (r *Ring) Pages() (pas []PA, pageShift uint8) {
+	if r.pas != nil || r.length == 0 {
+		return r.pas, r.shift
+	}
+	pas = make([]PA, (r.length-1)>>r.shift+1)
+	for i := range pas {
+		pas[i] = r.base + PA(uint64(i)<<r.shift)
+	}
+	return pas, r.shift
+}

@@ -33,7 +33,7 @@ func createCQ(c *cmd) error {
 	if err != nil {
 		return err
 	}
-	q := newCQ(c.d.data, newID(c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.data.ceqs[r.CEQ])
+	q := newCQ(c.d.data, takeID(c, c.t.cqs, &c.t.lastCQ), ring, translate.PA(r.ArmPA), c.d.data.ceqs[r.CEQ])
 	o := &cqObject{q: q, ring: h[0], arm: h[1], cost: cqCost(&ring)}
 	if err := o.cost.charge(c.d.account); err != nil {
 		dropAll(h)
@@ -190,7 +190,7 @@ func createSRQ(c *cmd) error {
 	if err := cost.charge(c.d.account); err != nil {
 		return err
 	}
-	s := newSRQ(c.d.data, newID(c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
+	s := newSRQ(c.d.data, takeID(c, c.t.srqs, &c.t.lastSRQ), int(r.MaxSGE), r.Limit, ring)
 	err = c.epoch(func() error {
 		if m := s.wr.start(); !m.OK() {
 			return &faultError{what: "shared receive queue", miss: m}

@@ -18,7 +18,7 @@ func createPD(c *cmd) error {
 	if err := pdCost().charge(c.d.account); err != nil {
 		return err
 	}
-	n := newID(c.t.pds, &c.t.lastPD)
+	n := takeID(c, c.t.pds, &c.t.lastPD)
 	c.t.pds[n] = &pd{}
 	(&abi.Handle{Handle: n}).Encode(c.reply(abi.SizeHandle))
 	return nil

@@ -122,9 +122,7 @@ func createQP(c *cmd) (failed error) {
 		}
 	}()
 	q.engine = c.place(parts)
-	if q.typ == roce.GSI {
-		q.index, q.n = gsiQPN, gsiQPN
-	} else if q.index, q.n, err = c.t.allocQPIndex(c.d); err != nil {
+	if q.index, q.n, err = c.numberQP(q.typ); err != nil {
 		return err
 	}
 	q.init()

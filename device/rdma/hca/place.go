@@ -13,6 +13,8 @@ import (
 // no lock, else the engines in turn.
 func (c *cmd) place(p qpParts) *engine {
 	switch {
+	case c.as != nil:
+		return c.as.engine
 	case p.srq != nil && p.srq.owner != nil:
 		return p.srq.owner
 	case p.scq.owner != nil:

@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/roce"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -165,6 +166,17 @@ func newID[T any](m map[uint32]T, last *uint32) uint32 {
 	}
 }
 
+// numberQP returns the index and the number of a new QP.
+func (c *cmd) numberQP(typ roce.Type) (index int, qpn uint32, err error) {
+	switch {
+	case c.as != nil:
+		return c.as.index, c.as.n, nil
+	case typ == roce.GSI:
+		return gsiQPN, gsiQPN, nil
+	}
+	return c.t.allocQPIndex(c.d)
+}
+
 // allocQPIndex picks an index and a number for a QP.
 func (t *tables) allocQPIndex(d *Device) (index int, qpn uint32, err error) {
 	switch {
@@ -258,6 +270,23 @@ type cmd struct {
 
 	waited    *hostWait // memory for which the command has stepped aside; nil: none, or it was taken over
 	overtaken func(region uint32) bool
+
+	as *identity // the object to make again (context.go); nil: a new one
+}
+
+// identity is what a new object gets from the tables, and one that is made again has already.
+type identity struct {
+	n      uint32 // handle, or QP number
+	index  int    // of a QP
+	engine *engine
+}
+
+// takeID returns an unused number, or the handle of an object that is made again.
+func takeID[T any](c *cmd, m map[uint32]T, last *uint32) uint32 {
+	if c.as != nil {
+		return c.as.n
+	}
+	return newID(m, last)
 }
 
 // reply reserves n bytes of the reply.

@@ -162,6 +162,7 @@ func mixedTraffic(t *testing.T, a, b *end, n int, seed uint64) {
 				t.Fatalf("completion %+v (%s), want id %d", wc, wc.Status, done)
 			}
 			done++
+			a.completed.Add(1)
 		}
 		k = b.rcq.Poll(wcs)
 		for _, wc := range wcs[:k] {

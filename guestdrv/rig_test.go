@@ -2,10 +2,13 @@ package guestdrv_test
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,6 +21,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
@@ -83,6 +87,10 @@ type host struct {
 	pd   *guestdrv.PD
 
 	attribute translate.Attribute
+	rig       *rig
+	kept      *testutil.Keeper
+	replacing sync.Mutex
+	posted    atomic.Int64
 }
 
 func newRig(tb testing.TB, cfg rigConfig) *rig {
@@ -203,6 +211,8 @@ func (r *rig) attach(i int, s *site) *host {
 		path: filepath.Join(r.dir, fmt.Sprintf("h%d", i)),
 		mac:  [6]byte{2, 0, 0, 0, 0, byte(i + 1)},
 		gid:  guestdrv.IPGID(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
+		rig:  r,
+		kept: testutil.NewKeeper(r.tb),
 	}
 	var err error
 	h.port, err = vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: vswitch.MAC(h.mac),
@@ -210,10 +220,21 @@ func (r *rig) attach(i int, s *site) *host {
 	if err != nil {
 		r.tb.Fatal(err)
 	}
+	r.tb.Cleanup(h.port.Close)
+	r.serve(h, nil)
+	r.tb.Cleanup(func() { r.endDevice(h) })
+	return h
+}
+
+// serve makes h's device and its socket. kept is what the previous process has kept; nil: none.
+func (r *rig) serve(h *host, kept vhostuser.Kept) {
+	r.tb.Helper()
+	name := filepath.Base(h.path)
+	var err error
 	h.hca, err = hca.New(hca.Config{
-		Name: fmt.Sprintf("h%d", i), MAC: h.mac, Loops: s.loops, Pool: s.pool, MTU: s.net.MTU, Limits: r.cfg.limits,
+		Name: name, MAC: h.mac, Loops: h.site.loops, Pool: h.site.pool, MTU: h.site.net.MTU, Limits: r.cfg.limits,
 		Version: "test", DataPath: &hca.DataPath{LocalCopy: localPath, ECN: ways.ECN(),
-			SelectiveRepeat: ways.SelectiveRepeat()}, Log: r.log.Named(fmt.Sprintf("h%d", i)),
+			SelectiveRepeat: ways.SelectiveRepeat()}, Log: r.log.Named(name),
 	})
 	if err != nil {
 		r.tb.Fatal(err)
@@ -221,21 +242,41 @@ func (r *rig) attach(i int, s *site) *host {
 	h.hca.SetPort(h.port)
 	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
-	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"),
-		Attribute: &h.attribute, Budget: hostdriver.NewBudget(r.cfg.budget)}, h.hca, 0)
+	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Attribute: &h.attribute,
+		Budget: hostdriver.NewBudget(r.cfg.budget), Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept}, h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}
-	r.tb.Cleanup(func() {
-		if err := h.srv.Close(); err != nil {
-			r.tb.Error(err)
-		}
-		h.port.SetHCA(nil)
-		h.port.SetNet(nil)
-		h.hca.Close()
-		h.port.Close()
-	})
-	return h
+}
+
+// endDevice ends h's socket and device.
+func (r *rig) endDevice(h *host) {
+	if err := h.srv.Close(); err != nil {
+		r.tb.Error(err)
+	}
+	h.port.SetHCA(nil)
+	h.port.SetNet(nil)
+	h.hca.Close()
+}
+
+// replace ends h's device in good order and continues with a new one, as two processes would.
+func (h *host) replace() {
+	h.rig.tb.Helper()
+	h.replacing.Lock()
+	defer h.replacing.Unlock()
+	h.kept.End()
+	h.rig.endDevice(h)
+	h.rig.serve(h, h.kept.Pass())
+}
+
+// replaceOften makes all tests run while devices are replaced (CO-1).
+var replaceOften = flag.Int("replace", 0, "replace a host's device before every `n`th request that it posts; 0: never")
+
+// maybeReplace replaces h's device, if it is time.
+func (h *host) maybeReplace() {
+	if n := int64(*replaceOften); n > 0 && h.posted.Add(1)%n == 0 {
+		h.replace()
+	}
 }
 
 // open connects a driver to h and gives it an address and a PD.
@@ -295,6 +336,8 @@ type end struct {
 	srq      *guestdrv.SRQ // or nil
 	psn      uint32
 	received []guestdrv.WCStatus // by repost
+
+	completed atomic.Int64 // send requests, by mixedTraffic
 }
 
 // qpDefaults are large enough for most tests.
@@ -385,6 +428,7 @@ func expect(tb testing.TB, cq *guestdrv.CQ, id uint64, status guestdrv.WCStatus,
 // post is PostSend that must succeed.
 func (e *end) post(tb testing.TB, wr *request) {
 	tb.Helper()
+	e.h.maybeReplace()
 	if err := postSend(e.qp, wr); err != nil {
 		tb.Fatal(err)
 	}
@@ -392,6 +436,7 @@ func (e *end) post(tb testing.TB, wr *request) {
 
 func (e *end) recv(tb testing.TB, id uint64, sgl ...guestdrv.SGE) {
 	tb.Helper()
+	e.h.maybeReplace()
 	if err := e.qp.PostRecv(&guestdrv.RecvWR{ID: id, SGL: sgl}); err != nil {
 		tb.Fatal(err)
 	}

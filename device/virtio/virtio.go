@@ -91,6 +91,19 @@ type StatusWatcher interface {
 	SetStatus(status uint8)
 }
 
+// Continuer is implemented by devices that another process can continue, so that neither the driver nor anybody that
+// communicates with it notices the change (CO-1).
+type Continuer interface {
+	// Save returns the device's state, for Restore in another process; nil if there is none worth it. It is called when
+	// all queues are stopped; Disconnected follows. From then on the device must not change guest memory.
+	Save() ([]byte, error)
+
+	// Restore continues the state that Save returned, possibly in another release: it is checked as if the driver had
+	// made it (CO-7). It is called after Connected, when the memory is there and the features are set, and before any
+	// queue starts. After an error the device is as it was, and its driver has to begin anew.
+	Restore(state []byte) error
+}
+
 // NetDevice is implemented by network devices, for what only they need of a transport. Their queues are counted in
 // pairs.
 type NetDevice interface {

@@ -22,6 +22,8 @@ type Keeper interface {
 	Keep(name string, fd int) error
 	// Forget removes what is stored under name. An unknown name is no error.
 	Forget(name string) error
+	// Ending reports whether this process ends in good order: Forget does nothing then, and connections are handed over.
+	Ending() bool
 }
 
 // Kept is what a Keeper held when this process started: descriptors by name.
@@ -91,8 +93,9 @@ func (k Kept) Drop(keeper Keeper) (connections []string) {
 
 // keeping is a connection's use of a Keeper. QEMU's generic device does not survive the end of its connection (as of
 // 11.1 it neither negotiates again nor notices the loss), so the connection must outlive this process: socket, back-end
-// channel, guest memory, and the negotiated state, which QEMU sends only once. Rings are not kept: the driver resets
-// the device as soon as it is told that the device has lost its state, and describes them again.
+// channel, guest memory, and the negotiated state, which QEMU sends only once. Rings are not kept while they run: the
+// driver resets the device as soon as it is told that the device has lost its state, and describes them again. A
+// process that ends in good order hands the rings and the device's own state over, too (handover.go).
 type keeping struct {
 	to    Keeper // nil: nothing is kept
 	name  string // of the connection; prefix of the others
@@ -105,6 +108,7 @@ type keptState struct {
 	Protocol uint64       `json:"protocol"` // features
 	Live     bool         `json:"live"`     // rings run; see backend
 	Regions  []keptRegion `json:"regions"`
+	Handed   *handed      `json:"handed,omitempty"` // nil: the process has not ended in good order
 }
 
 type keptRegion struct {
@@ -216,14 +220,18 @@ func (f stateFile) ReadAt(b []byte, off int64) (int, error) {
 
 // saveState stores the session's state for the next process.
 func (se *session) saveState() {
-	if se.kept.to == nil {
-		return
+	if se.kept.to != nil && !se.leaving {
+		s := se.state()
+		se.kept.write(&s)
 	}
+}
+
+func (se *session) state() keptState {
 	s := keptState{Protocol: se.proto, Live: se.backend.isLive(), Regions: make([]keptRegion, len(se.regions))}
 	for i, r := range se.regions {
 		s.Regions[i] = keptRegion(r.Region)
 	}
-	se.kept.write(&s)
+	return s
 }
 
 // adopt restores the session's state from the previous process, except for the rings. It is checked as if the front end
@@ -259,7 +267,9 @@ func (se *session) adopt(kept Kept) error {
 		}
 	}
 	se.wasLive = s.Live
-	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", s.Live)
+	continued := se.takeOver(s.Handed, kept)
+	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", s.Live, "continued",
+		continued)
 	return nil
 }
 

@@ -30,7 +30,7 @@ func TestOwnerOfKeptConnection(t *testing.T) {
 			if err := os.Chmod(dir, 0o755); err != nil {
 				t.Fatal(err)
 			}
-			path, s, log := filepath.Join(dir, "s"), newStore(t), &testlog.Log{}
+			path, s, log := filepath.Join(dir, "s"), testutil.NewKeeper(t), &testlog.Log{}
 			start := func(o *localsocket.Owner, kept vhostuser.Kept) (*echo, *vhostuser.Server) {
 				dev := newEcho(2)
 				srv, err := vhostuser.Listen(vhostuser.Config{Path: path, Mode: 0o666, Owner: o, Keeper: s, KeepAs: "hca/one",
@@ -51,10 +51,10 @@ func TestOwnerOfKeptConnection(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = d.Close() })
-			s.freeze()
+			s.End()
 			_ = srv.Close()
 
-			dev, _ := start(&localsocket.Owner{UID: owner, GID: localsocket.None}, s.passed())
+			dev, _ := start(&localsocket.Owner{UID: owner, GID: localsocket.None}, s.Pass())
 			if admitted {
 				dev.wait(t, "the connection", func() bool { return slices.Contains(dev.log, "connected") })
 				return
@@ -64,7 +64,7 @@ func TestOwnerOfKeptConnection(t *testing.T) {
 			case <-testContext(t).Done():
 				t.Fatal("the connection was not closed")
 			}
-			testutil.Eventually(t, "nothing is kept", func() bool { return len(s.names()) == 0 })
+			testutil.Eventually(t, "nothing is kept", func() bool { return len(s.Names()) == 0 })
 			if calls := dev.calls(); len(calls) != 0 {
 				t.Errorf("the device saw the stranger: %q", calls)
 			}

@@ -49,6 +49,9 @@ func (p *pacer) Forget(name string) error {
 	return p.to.Forget(name)
 }
 
+// Ending implements Keeper.
+func (p *pacer) Ending() bool { return p.to.Ending() }
+
 // wait returns when a message may be sent.
 func (p *pacer) wait() {
 	const each = time.Second / paceRate

@@ -17,6 +17,7 @@ type clocked struct {
 
 func (c clocked) Keep(string, int) error { c.kept = append(c.kept, *c.now); return nil }
 func (c clocked) Forget(string) error    { c.forgotten = append(c.forgotten, *c.now); return nil }
+func (c clocked) Ending() bool           { return false }
 
 // A front end that adds and removes memory in a loop makes few messages per second for the service manager, and loses
 // none; one that behaves does not wait; and nothing waits once the server closes.

@@ -39,6 +39,7 @@ type session struct {
 	kept    keeping
 	trial   *trial // nil: the connection is not resumed
 	wasLive bool   // the running driver does not know yet that the process was replaced
+	leaving bool   // the state for the next process is complete
 }
 
 // errRefused is wrapped by errors of one request: the state is unchanged and the connection continues. The front end is
@@ -131,6 +132,7 @@ func (se *session) converse(kept Kept) error {
 
 // teardown releases everything of this connection, in the order of dependence: queues, device, memory, channel.
 func (se *session) teardown() {
+	se.handOver()
 	se.kept.end(se.regions)
 	se.stopAll()
 	se.dev.Disconnected()

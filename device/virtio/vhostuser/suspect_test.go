@@ -16,16 +16,15 @@ import (
 )
 
 // mark reads the mark of a kept connection, and sets it if set is not negative.
-func (s *store) mark(name string, set int) byte {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (f *fleet) mark(name string, set int) byte {
 	var b [1]byte
-	if _, err := unix.Pread(s.Kept[name+"/state"], b[:], vhostuser.MarkOff); err != nil {
-		s.t.Fatal(err)
+	fd := f.s.FD(name + "/state")
+	if _, err := unix.Pread(fd, b[:], vhostuser.MarkOff); err != nil {
+		f.t.Fatal(err)
 	}
 	if set >= 0 {
-		if _, err := unix.Pwrite(s.Kept[name+"/state"], []byte{byte(set)}, vhostuser.MarkOff); err != nil {
-			s.t.Fatal(err)
+		if _, err := unix.Pwrite(fd, []byte{byte(set)}, vhostuser.MarkOff); err != nil {
+			f.t.Fatal(err)
 		}
 	}
 	return b[0]
@@ -41,7 +40,7 @@ const (
 // fleet is a daemon with VMs of one front end each.
 type fleet struct {
 	t     *testing.T
-	s     *store
+	s     *testutil.Keeper
 	dir   string
 	names []string
 	log   *testlog.Log
@@ -54,7 +53,7 @@ func (f *fleet) path(name string) string { return filepath.Join(f.dir, name) }
 func (f *fleet) start() {
 	f.t.Helper()
 	f.log, f.devs, f.dies = &testlog.Log{}, map[string]*echo{}, nil
-	kept := f.s.passed()
+	kept := f.s.Pass()
 	for _, n := range f.names {
 		dev, die := processOf(f.t, f.s, kept, vhostuser.Config{Path: f.path(n), KeepAs: "hca/" + n, Log: f.log.Logger()})
 		f.devs[n] = dev
@@ -68,24 +67,24 @@ func (f *fleet) crash() {
 	marks := map[string]byte{}
 	for _, n := range f.names {
 		if f.kept(n) {
-			marks[n] = f.s.mark("hca/"+n, -1)
+			marks[n] = f.mark("hca/"+n, -1)
 		}
 	}
 	f.end()
 	for n, m := range marks {
-		f.s.mark("hca/"+n, int(m))
+		f.mark("hca/"+n, int(m))
 	}
 }
 
 func (f *fleet) end() {
-	f.s.freeze()
+	f.s.End()
 	for _, die := range f.dies {
 		die()
 	}
 }
 
 func (f *fleet) kept(name string) bool {
-	for _, n := range f.s.names() {
+	for _, n := range f.s.Names() {
 		if n == "hca/"+name {
 			return true
 		}
@@ -95,7 +94,7 @@ func (f *fleet) kept(name string) bool {
 
 func (f *fleet) await(name string, m byte) {
 	f.t.Helper()
-	testutil.Eventually(f.t, name+"'s mark", func() bool { return f.s.mark("hca/"+name, -1) == m })
+	testutil.Eventually(f.t, name+"'s mark", func() bool { return f.mark("hca/"+name, -1) == m })
 }
 
 func (f *fleet) resumed(name string) bool { return len(f.devs[name].calls()) > 0 }
@@ -104,7 +103,7 @@ func (f *fleet) resumed(name string) bool { return len(f.devs[name].calls()) > 0
 // with a log line, and the other VMs keep their devices.
 func TestGuiltyStateIsDropped(t *testing.T) {
 	t.Cleanup(vhostuser.SetTrial(time.Hour, 50*time.Millisecond))
-	f := &fleet{t: t, s: newStore(t), dir: t.TempDir(), names: []string{"a", "bad", "c"}}
+	f := &fleet{t: t, s: testutil.NewKeeper(t), dir: t.TempDir(), names: []string{"a", "bad", "c"}}
 	f.start()
 	ds := map[string]*frontend.Device{}
 	for _, n := range f.names {
@@ -123,7 +122,7 @@ func TestGuiltyStateIsDropped(t *testing.T) {
 		several := func() bool {
 			n := 0
 			for _, x := range f.names {
-				if f.s.mark("hca/"+x, -1) == alone {
+				if f.mark("hca/"+x, -1) == alone {
 					n++
 				}
 			}
@@ -134,7 +133,7 @@ func TestGuiltyStateIsDropped(t *testing.T) {
 				t.Error("two suspects are resumed at once")
 			}
 		}
-		return f.s.mark("hca/bad", -1) == alone
+		return f.mark("hca/bad", -1) == alone
 	})
 	f.crash() // the second
 
@@ -167,7 +166,7 @@ func TestGuiltyStateIsDropped(t *testing.T) {
 func TestSuspicionEnds(t *testing.T) {
 	restore := vhostuser.SetTrial(time.Hour, 10*time.Millisecond)
 	defer func() { restore() }()
-	f := &fleet{t: t, s: newStore(t), dir: t.TempDir(), names: []string{"a", "b"}}
+	f := &fleet{t: t, s: testutil.NewKeeper(t), dir: t.TempDir(), names: []string{"a", "b"}}
 	f.start()
 	for _, n := range f.names {
 		open(t, frontend.Config{Path: f.path(n), Memory: memory(t), Features: echoFeature})
@@ -177,12 +176,12 @@ func TestSuspicionEnds(t *testing.T) {
 	f.await("a", together)
 	f.await("b", together)
 	f.end()
-	if f.s.mark("hca/a", -1) != served || f.s.mark("hca/b", -1) != served {
+	if f.mark("hca/a", -1) != served || f.mark("hca/b", -1) != served {
 		t.Error("suspected after an orderly end")
 	}
 	restore()
 	restore = vhostuser.SetTrial(10*time.Millisecond, 10*time.Millisecond)
-	f.s.mark("hca/a", together) // as after a crash: waits, is alone, then beside others, then above suspicion
+	f.mark("hca/a", together) // as after a crash: waits, is alone, then beside others, then above suspicion
 	f.start()
 	f.await("a", served)
 	f.await("b", served)
@@ -198,7 +197,7 @@ func TestSuspicionEnds(t *testing.T) {
 // many TiB, which a daemon without a limit may have accepted, end that connection alone.
 func TestAdoptedMemoryIsBounded(t *testing.T) {
 	const tib = 1 << 40
-	s, path := newStore(t), filepath.Join(t.TempDir(), "s")
+	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
 	_, die := process(t, s, nil, path)
 	m := memory(t)
 	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
@@ -209,13 +208,13 @@ func TestAdoptedMemoryIsBounded(t *testing.T) {
 	die()
 	b, log := hostdriver.NewBudget(0), &testlog.Log{}
 	b.SetShared(1 * tib)
-	processOf(t, s, s.passed(), vhostuser.Config{Path: path, KeepAs: "hca/one", Budget: b, Log: log.Logger()})
+	processOf(t, s, s.Pass(), vhostuser.Config{Path: path, KeepAs: "hca/one", Budget: b, Log: log.Logger()})
 	select {
 	case <-d.Gone():
 	case <-testContext(t).Done():
 		t.Fatal("the connection was not closed")
 	}
-	testutil.Eventually(t, "nothing is kept", func() bool { return len(s.names()) == 0 })
+	testutil.Eventually(t, "nothing is kept", func() bool { return len(s.Names()) == 0 })
 	testutil.Eventually(t, "log line", func() bool {
 		out := log.String()
 		return strings.Contains(out, "4398046511104 bytes") && strings.Contains(out, "may share 1099511627776")

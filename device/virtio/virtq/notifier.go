@@ -58,6 +58,14 @@ func (n *Notifier) Set(fd int) error {
 	return nil
 }
 
+// FD returns the descriptor, which the Notifier owns; -1 if no file is set. No other goroutine may call Set meanwhile.
+func (n *Notifier) FD() int {
+	if !n.on.Load() {
+		return -1
+	}
+	return int(n.fd.Load())
+}
+
 // Signal adds one to the eventfd. It does not block, whatever the front end does to the file. If the front end lets its
 // counter overflow, the signal is lost.
 func (n *Notifier) Signal() {

@@ -26,6 +26,9 @@ func (s *Store) Forget(name string) error {
 // Freeze makes Forget do nothing: the service is ending and leaves its descriptors to the next.
 func (s *Store) Freeze() { s.frozen.Store(true) }
 
+// Ending reports whether Freeze was called.
+func (s *Store) Ending() bool { return s.frozen.Load() }
+
 // Kept returns the descriptors that were passed, by name. The caller owns them.
 func (s *Store) Kept() map[string]int {
 	kept := map[string]int{}

@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 )
 
 // DefaultConfig is the default path of the configuration.
@@ -36,6 +38,9 @@ type app struct {
 
 // Main runs the command line and returns the exit status: 0, 1 (failure) or 2 (wrong usage or configuration).
 func Main(version string, args []string, stdout, stderr io.Writer) int {
+	if status, is := worker.Main(workers, args); is {
+		return status
+	}
 	a := &app{version: version, out: stdout, err: stderr}
 	root := a.rootCmd()
 	root.SetArgs(args)

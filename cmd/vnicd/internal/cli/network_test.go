@@ -18,10 +18,14 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
 )
 
 func TestMain(m *testing.M) {
+	if status, is := worker.Main(workers, os.Args[1:]); is {
+		os.Exit(status)
+	}
 	if os.Getenv(noCapset) != "" {
 		withoutCapset(os.Args[1:])
 	}

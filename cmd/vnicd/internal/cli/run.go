@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 )
 
 func (a *app) runCmd() *cobra.Command {
@@ -50,7 +51,17 @@ kernel, mount, trace or use keyrings (seccomp(2)).`,
 			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 			defer signal.Stop(signals)
 
-			d, err := daemon.Start(cfg, a.version, log, daemon.Confined)
+			options := []daemon.Option{daemon.Confined}
+			if needsWorkers(cfg) {
+				// Before the daemon has descriptors that another process must not hold, and forbids itself to start one.
+				s, err := worker.Start(log.Named("worker"))
+				if err != nil {
+					return err
+				}
+				defer s.Close()
+				options = append(options, daemon.Workers(s))
+			}
+			d, err := daemon.Start(cfg, a.version, log, options...)
 			if err != nil {
 				return err
 			}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"syscall"
 	"unsafe"
@@ -38,6 +39,58 @@ func Drop(c uint) error {
 	}
 	// A thread that appears from here on inherits the sets of one that was found without the capability.
 	return verifyDropped(c)
+}
+
+// Keep drops all capabilities but those given, for good and on every thread; the others also from the inheritable and
+// the ambient set. With cgo it drops them on the calling thread only, and returns ErrCgo.
+func Keep(keep ...uint) error {
+	sets, err := capabilities(0)
+	if err != nil {
+		return err
+	}
+	var left [2]unix.CapUserData
+	for _, c := range keep {
+		left[c/32].Permitted |= sets[c/32].Permitted & (1 << (c % 32))
+	}
+	for i := range left {
+		left[i].Effective = left[i].Permitted
+	}
+	h := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	switch _, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&h)),
+		uintptr(unsafe.Pointer(&left[0])), 0); errno {
+	case 0:
+	case unix.ENOTSUP:
+		if err := unix.Capset(&h, &left[0]); err != nil {
+			return fmt.Errorf("capset: %w", err)
+		}
+		return ErrCgo
+	default:
+		return fmt.Errorf("capset: %w", errno)
+	}
+	return nil
+}
+
+// Bound removes all capabilities but those given from the calling thread's bounding set, if it may (CAP_SETPCAP), and
+// takes from root the privilege of getting all by starting a program (capabilities(7), SECBIT_NOROOT). Threads and
+// processes that the thread starts inherit both.
+func Bound(keep ...uint) error {
+	if !Holds(unix.CAP_SETPCAP) {
+		return nil // it can gain none: PR_SET_NO_NEW_PRIVS
+	}
+	for c := uint(0); c <= unix.CAP_LAST_CAP; c++ {
+		if slices.Contains(keep, c) {
+			continue
+		}
+		// EINVAL: the kernel does not know it.
+		if err := unix.Prctl(unix.PR_CAPBSET_DROP, uintptr(c), 0, 0, 0); err != nil && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("PR_CAPBSET_DROP of capability %d: %w", c, err)
+		}
+	}
+	const noRoot = 1<<0 | 1<<1 // SECBIT_NOROOT, SECBIT_NOROOT_LOCKED
+	if err := unix.Prctl(unix.PR_SET_SECUREBITS, noRoot, 0, 0, 0); err != nil {
+		return fmt.Errorf("PR_SET_SECUREBITS: %w", err)
+	}
+	return nil
 }
 
 // Holds reports whether the calling thread may use a capability.

@@ -58,6 +58,11 @@ func Forbid(calls []Call) error {
 	if err != nil {
 		return err
 	}
+	return install(f)
+}
+
+// install installs a filter on all threads.
+func install(f []unix.SockFilter) error {
 	runtime.LockOSThread() // the first call concerns this thread; the second extends it to all
 	defer runtime.UnlockOSThread()
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {

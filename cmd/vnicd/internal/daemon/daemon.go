@@ -16,6 +16,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/confine"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 	"github.com/vnicd/vnicd/device/ethernet/fastpath"
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
@@ -73,6 +74,8 @@ type Daemon struct {
 	capMu sync.Mutex
 	caps  captures
 
+	workers *worker.Spawner // nil: what foreign hosts and clients send is handled in this process
+
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
 
@@ -98,17 +101,22 @@ func (u *undo) run() {
 func HCAQueues(cfg *config.Config) int { return abi.NumQueues(cfg.Engines, cfg.Engines) }
 
 // Option changes what Start does.
-type Option uint8
+type Option func(*Daemon)
 
 // Confined makes Start forbid the system calls that vnicd does not need once it serves (confine.AfterStart), before
 // anybody can connect: for the whole process and for good, so it must not start programs either.
-const Confined Option = 1
+func Confined(d *Daemon) { d.confined = true }
+
+// Workers has parts that handle foreign input run in processes of their own. s must stay open until Close.
+func Workers(s *worker.Spawner) Option { return func(d *Daemon) { d.workers = s } }
 
 // Start sets up everything in cfg and serves it until Close. After an error nothing is left.
 func Start(cfg *config.Config, version string, log hclog.Logger, options ...Option) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{},
-		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs),
-		confined: slices.Contains(options, Confined)}
+		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+	for _, o := range options {
+		o(d)
+	}
 	d.kept = d.store.Kept()
 	steps := []func() error{
 		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,

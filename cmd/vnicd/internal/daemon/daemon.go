@@ -297,6 +297,9 @@ func (d *Daemon) makeEVPN() (err error) {
 	for _, n := range c.Neighbours {
 		ec.Neighbours = append(ec.Neighbours, n.Neighbour)
 	}
+	if d.workers != nil {
+		ec.Process = d.bgpProcess
+	}
 	d.evpn, err = evpn.New(ec)
 	switch {
 	case errors.Is(err, unix.EACCES):

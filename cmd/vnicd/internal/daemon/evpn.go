@@ -1,11 +1,31 @@
 package daemon
 
 import (
+	"context"
 	"fmt"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/confine"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
+
+// BGPWorker is the process that runs BGP: gobgp, its TCP connections, and the decoding of all messages.
+var BGPWorker = worker.Kind{
+	Name:         "bgp",
+	Capabilities: []uint{unix.CAP_NET_BIND_SERVICE}, // port 179, until it listens
+	Calls:        append(confine.TCPClient(), confine.Connections()...),
+	MaxFiles:     1024,
+	Open:         func(p *worker.Process) (func() error, error) { return evpn.Open(p.Conn, p.Log) },
+}
+
+// bgpProcess keeps a process that runs BGP.
+func (d *Daemon) bgpProcess(serve func(context.Context, evpn.Conn) error) (stop func()) {
+	return d.workers.Supervise(worker.Config{Kind: BGPWorker.Name, Log: d.log.Named(BGPWorker.Name),
+		Serve: func(ctx context.Context, c *worker.Conn) error { return serve(ctx, c) }}).Close
+}
 
 var errNoEVPN = fmt.Errorf("%w: this host has no `evpn` section", errNotFound)
 

@@ -240,10 +240,10 @@ func (v *Supervisor) once(ctx context.Context) error {
 	case <-v.s.down:
 		end, ended = "the spawner has ended", true
 	}
-	_ = conn.Close()
 	if !returned {
-		why = <-served
+		why = <-served // which reads what is left, and meets the end
 	}
+	_ = conn.Close()
 	if !ended {
 		var limit <-chan time.Time
 		if ctx.Err() != nil {

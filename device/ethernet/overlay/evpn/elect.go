@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/osrg/gobgp/v4/pkg/apiutil"
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
@@ -79,10 +78,10 @@ func (n *Network) crowded(k nlri) bool {
 	return m != nil && len(m.routes) >= maxClaims || x != nil && len(x.routes) >= maxClaims
 }
 
-// takeLocked processes gobgp's new best path of an NLRI, or its withdrawal.
-func (s *Speaker) takeLocked(p *apiutil.Path) {
-	k, ok := identify(p)
-	if p.Withdrawal || !p.PeerAddress.IsValid() { // our own route has become the best path
+// takeLocked processes BGP's new best path of an NLRI, or its withdrawal.
+func (s *Speaker) takeLocked(p *path) {
+	k, ok := p.nlri, p.used
+	if p.withdrawn || !p.from.IsValid() { // our own route has become the best path
 		if ok {
 			s.dropLocked(k)
 		}
@@ -113,19 +112,40 @@ func (s *Speaker) takeLocked(p *apiutil.Path) {
 		s.ignored[errClaims.Error()]++
 		return
 	}
+	// BGP ends the session of a neighbour that exceeds its limit. Until then, or if the process that runs BGP has been
+	// taken over, no more is kept.
+	if (old == nil || old.from != r.from) && s.held[r.from] >= s.cfg.limit(r.from) {
+		s.ignored[errLimit.Error()]++
+		s.dropLocked(k)
+		return
+	}
 	s.arrivals++
 	r.arrived = s.arrivals
 	if old != nil && old.vtep == r.vtep && old.mobility == r.mobility {
 		r.arrived = old.arrived // advertised again
 	}
+	r.epoch = s.epoch
+	s.forgetRouteLocked(k, old)
 	s.routes[k] = r
+	s.held[r.from]++
 	r.net.replace(old, r)
 }
 
 func (s *Speaker) dropLocked(k nlri) {
 	if r := s.routes[k]; r != nil {
-		delete(s.routes, k)
+		s.forgetRouteLocked(k, r)
 		r.net.replace(r, nil)
+	}
+}
+
+// forgetRouteLocked removes a route, if there is one, from the speaker alone.
+func (s *Speaker) forgetRouteLocked(k nlri, r *route) {
+	if r == nil {
+		return
+	}
+	delete(s.routes, k)
+	if s.held[r.from]--; s.held[r.from] == 0 {
+		delete(s.held, r.from)
 	}
 }
 

@@ -62,6 +62,9 @@ type Config struct {
 	Neighbours []Neighbour
 	Clock      func() time.Time // nil: time.Now
 	Log        hclog.Logger
+	// Process, if not nil, has BGP run in another process. It starts one, calls serve with a connection to its Open,
+	// and, whenever serve returns, ends that process and starts another. The function that it returns ends that.
+	Process func(serve func(context.Context, Conn) error) (stop func())
 }
 
 // Neighbour is one BGP session.
@@ -87,7 +90,7 @@ type Neighbour struct {
 // Speaker is this host in BGP.
 type Speaker struct {
 	cfg   Config
-	bgp   session
+	bgp   backend
 	log   hclog.Logger
 	clock func() time.Time
 
@@ -95,6 +98,8 @@ type Speaker struct {
 	networks map[uint32]*Network        // by VNI
 	targets  map[RouteTarget][]*Network // those with configured targets
 	routes   map[nlri]*route            // routes for networks of this host
+	held     map[netip.Addr]int         // number of routes by neighbour
+	epoch    uint64                     // number of processes that ran BGP and have ended
 	arrivals uint64
 	ignored  map[string]uint64 // refusals by reason
 	warn     warnings
@@ -127,10 +132,10 @@ func New(c Config) (*Speaker, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Speaker{
 		cfg: c, log: c.Log, clock: c.Clock, networks: map[uint32]*Network{}, targets: map[RouteTarget][]*Network{},
-		routes: map[nlri]*route{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
+		routes: map[nlri]*route{}, held: map[netip.Addr]int{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
 	}
-	if err := s.bgp.open(ctx, s); err != nil {
-		s.Close()
+	if err := s.openBGP(ctx); err != nil {
+		stop()
 		return nil, err
 	}
 	s.done.Go(func() { s.watchPorts(ctx) })
@@ -149,6 +154,67 @@ func (s *Speaker) Close() {
 	s.stop()
 	s.done.Wait()
 	s.bgp.close()
+}
+
+// backend is a Speaker's BGP: in this process (session) or in another (remote).
+type backend interface {
+	// advertise and withdraw change this host's routes. They do not wait for neighbours or processes. Speaker.mu is
+	// held.
+	advertise(a advert) error
+	withdraw(o own) error
+	// replay has every best path arrive once more: take is called before replay returns, or they arrive as changes do.
+	// Speaker.mu is held.
+	replay(take func(*path)) error
+	// each calls f with the best path of every NLRI. It may wait.
+	each(f func(*path)) error
+	sessions() []SessionStatus
+	close()
+}
+
+func (s *Speaker) openBGP(ctx context.Context) error {
+	if s.cfg.Process != nil {
+		r := newRemote(s)
+		s.bgp = r
+		return r.open()
+	}
+	b := newSession(s.cfg)
+	s.bgp = b
+	take := func(paths []path) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for i := range paths {
+			s.takeLocked(&paths[i])
+		}
+	}
+	err := b.listen(ctx, take, nil)
+	if err == nil {
+		err = b.greet()
+	}
+	if err != nil {
+		b.close()
+	}
+	return err
+}
+
+// advert returns the route of a claim.
+func (n *Network) advert(c claim, m mobility) advert {
+	return advert{own: own{rd: n.rd, vni: n.vni, claim: c}, mobility: m, targets: n.export}
+}
+
+func (s *Speaker) withdraw(n *Network, c claim) {
+	if err := s.bgp.withdraw(own{rd: n.rd, vni: n.vni, claim: c}); err != nil {
+		s.log.Warn("not withdrawn", "network", n.table.Network().Name(), "mac", c.mac, "ip", c.ip, "error", err)
+	}
+}
+
+// limit returns how many routes a neighbour may send; 0: it is none.
+func (c *Config) limit(neighbour netip.Addr) int {
+	for i := range c.Neighbours {
+		if n := &c.Neighbours[i]; n.Address == neighbour {
+			return n.limit()
+		}
+	}
+	return 0
 }
 
 // ErrVNI: the speaker already has a network with that VNI.
@@ -226,13 +292,13 @@ func (n *Network) Attach(t *overlay.Table) error {
 	for _, rt := range n.cfg.Import {
 		s.targets[rt] = append(s.targets[rt], n)
 	}
-	if err := s.bgp.advertise(n, claim{}, mobility{}); err != nil {
+	if err := s.bgp.advertise(n.advert(claim{}, mobility{})); err != nil {
 		s.forgetLocked(n)
 		return err
 	}
 	t.Network().OnChange(s.poke)
 	// Routes that arrived earlier were not kept without the network.
-	if err := s.bgp.each(s.takeLocked); err != nil {
+	if err := s.bgp.replay(s.takeLocked); err != nil {
 		return err
 	}
 	s.poke()
@@ -267,9 +333,9 @@ func (n *Network) Detach(t *overlay.Table) {
 	}
 	t.Network().OnChange(nil)
 	for c := range n.said {
-		s.bgp.withdraw(n, c)
+		s.withdraw(n, c)
 	}
-	s.bgp.withdraw(n, claim{})
+	s.withdraw(n, claim{})
 	s.forgetLocked(n)
 }
 
@@ -283,7 +349,7 @@ func (s *Speaker) forgetLocked(n *Network) {
 	}
 	for k, r := range s.routes {
 		if r.net == n {
-			delete(s.routes, k)
+			s.forgetRouteLocked(k, r)
 		}
 	}
 	n.table = nil

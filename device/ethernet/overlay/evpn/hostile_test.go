@@ -39,8 +39,7 @@ func (f *fabric) intruder() *intruder {
 		f.t.Fatal(err)
 	}
 	c.HoldTime = DefaultHoldTime
-	s := &Speaker{cfg: c}
-	if err := x.srv.AddPeer(context.Background(), &api.AddPeerRequest{Peer: s.peer(&c.Neighbours[0])}); err != nil {
+	if err := x.srv.AddPeer(context.Background(), &api.AddPeerRequest{Peer: c.peer(&c.Neighbours[0])}); err != nil {
 		f.t.Fatal(err)
 	}
 	return x
@@ -430,7 +429,8 @@ func FuzzRoute(f *testing.F) {
 				continue
 			}
 			for _, x := range reach.Value {
-				r, why := s.decode(&apiutil.Path{Nlri: x.NLRI, Attrs: u.PathAttributes, PeerAddress: vtepAddr(9)})
+				p := readPath(&apiutil.Path{Nlri: x.NLRI, Attrs: u.PathAttributes, PeerAddress: vtepAddr(9)})
+				r, why := s.decode(&p)
 				if why != nil {
 					continue
 				}

@@ -211,7 +211,7 @@ func (n *Network) say() {
 			continue
 		}
 		if _, ok := want[c]; !ok {
-			n.s.bgp.withdraw(n, c)
+			n.s.withdraw(n, c)
 			delete(n.said, c)
 		}
 	}
@@ -219,7 +219,7 @@ func (n *Network) say() {
 		if was, ok := n.said[c]; ok && was == mob {
 			continue
 		}
-		if err := n.s.bgp.advertise(n, c, mob); err != nil {
+		if err := n.s.bgp.advertise(n.advert(c, mob)); err != nil {
 			// An unusable route has a higher number: the next check advertises a higher one.
 			n.macs[c.mac].here.seq = n.macs[c.mac].next()
 			n.s.log.Debug("not advertised", "mac", c.mac, "ip", c.ip, "error", err)

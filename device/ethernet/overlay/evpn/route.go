@@ -4,7 +4,6 @@ import (
 	"errors"
 	"net/netip"
 
-	"github.com/osrg/gobgp/v4/pkg/apiutil"
 	"github.com/osrg/gobgp/v4/pkg/packet/bgp"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
@@ -27,6 +26,7 @@ type route struct {
 	from     netip.Addr // neighbour
 	mobility            // type 2
 	arrived  uint64     // order of arrival
+	epoch    uint64     // Speaker.epoch at its arrival
 	why      error      // the route is unusable
 }
 
@@ -49,6 +49,7 @@ var (
 	errOwn     = errors.New("next hop is this host")
 	errForeign = errors.New("next hop is not one that the neighbour may name")
 	errEncap   = errors.New("encapsulation is not VXLAN")
+	errLimit   = errors.New("its neighbour has its maximum of routes")
 	errClaims  = errors.New("its MAC or IP has its maximum of routes")
 	errTunnel  = errors.New("tunnel of the multicast route is not ingress replication to its next hop")
 )
@@ -61,112 +62,22 @@ var (
 	errFull     = errors.New("network has its maximum of addresses from others")
 )
 
-// identify reads the key of a path's NLRI; false: its type is not used.
-func identify(p *apiutil.Path) (k nlri, ok bool) {
-	e, ok := p.Nlri.(*bgp.EVPNNLRI)
-	if !ok {
-		return k, false
-	}
-	k.kind = e.RouteType
-	switch d := e.RouteTypeData.(type) {
-	case *bgp.EVPNMacIPAdvertisementRoute:
-		if len(d.MacAddress) != len(k.mac) {
-			return k, false
-		}
-		k.etag, k.mac, k.ip = d.ETag, vswitch.MAC(d.MacAddress), unmap(d.IPAddress)
-		return k, k.setRD(d.RD)
-	case *bgp.EVPNMulticastEthernetTagRoute:
-		k.etag, k.ip = d.ETag, unmap(d.IPAddress)
-		return k, k.setRD(d.RD)
-	}
-	return k, false
-}
-
-func (k *nlri) setRD(rd bgp.RouteDistinguisherInterface) bool {
-	if rd == nil {
-		return false
-	}
-	b, err := rd.Serialize()
-	return err == nil && copy(k.rd[:], b) == len(k.rd)
-}
-
-// attributes are the used attributes of a path.
-type attributes struct {
-	targets []RouteTarget
-	encaps  int  // number of encapsulations that it names
-	vxlan   bool // VXLAN is one of them
-	nextHop netip.Addr
-	mobility
-	pmsi *bgp.PathAttributePmsiTunnel
-}
-
-func readAttributes(p *apiutil.Path) (a attributes) {
-	for _, x := range p.Attrs {
-		switch x := x.(type) {
-		case *bgp.PathAttributeMpReachNLRI:
-			a.nextHop = unmap(x.Nexthop)
-		case *bgp.PathAttributePmsiTunnel:
-			a.pmsi = x
-		case *bgp.PathAttributeExtendedCommunities:
-			for _, ec := range x.Value {
-				a.readCommunity(ec)
-			}
-		}
-	}
-	return a
-}
-
-func (a *attributes) readCommunity(ec bgp.ExtendedCommunityInterface) {
-	switch ec := ec.(type) {
-	case *bgp.EncapExtended:
-		a.encaps++
-		a.vxlan = a.vxlan || ec.TunnelType == bgp.TUNNEL_TYPE_VXLAN
-	case *bgp.MacMobilityExtended:
-		a.seq, a.sticky = ec.Sequence, ec.IsSticky
-	default:
-		if t, sub := ec.GetTypes(); sub == bgp.EC_SUBTYPE_ROUTE_TARGET &&
-			(t == twoOctetAS || t == ipv4Address || t == fourOctetAS) {
-			if b, err := ec.Serialize(); err == nil && len(b) == len(RouteTarget{}) {
-				a.targets = append(a.targets, RouteTarget(b))
-			}
-		}
-	}
-}
-
-// decode reads and checks another speaker's path. The route is nil if it is for no network of this host; otherwise the
-// error says why it is unusable.
-func (s *Speaker) decode(p *apiutil.Path) (*route, error) {
-	k, ok := identify(p)
-	if !ok {
+// decode checks another speaker's route. The route is nil if it is for no network of this host; otherwise the error
+// says why it is unusable.
+func (s *Speaker) decode(p *path) (*route, error) {
+	if !p.used {
 		return nil, errType
 	}
-	a := readAttributes(p)
-	vni, named := label(p, &a)
-	n, match := s.importerLocked(a.targets, vni)
+	n, match := s.importerLocked(p.targets, p.vni)
 	if n == nil {
 		return nil, errTarget
 	}
-	r := &route{nlri: k, net: n, vtep: a.nextHop, from: p.PeerAddress.Unmap(), mobility: a.mobility}
-	r.why = s.judge(r, &a, p.Nlri.(*bgp.EVPNNLRI))
-	if r.why == nil && (!match || !named) {
+	r := &route{nlri: p.nlri, net: n, vtep: p.nextHop, from: p.from, mobility: p.mobility}
+	r.why = s.judge(r, p)
+	if r.why == nil && (!match || !p.labelled) {
 		r.why = errVNI
 	}
 	return r, r.why
-}
-
-// label returns the VNI of a route (RFC 8365 section 5.1.3: all 24 bits).
-func label(p *apiutil.Path, a *attributes) (vni uint32, ok bool) {
-	switch d := p.Nlri.(*bgp.EVPNNLRI).RouteTypeData.(type) {
-	case *bgp.EVPNMacIPAdvertisementRoute:
-		if len(d.Labels) > 0 {
-			return d.Labels[0], true
-		}
-	case *bgp.EVPNMulticastEthernetTagRoute:
-		if a.pmsi != nil {
-			return a.pmsi.Label, true
-		}
-	}
-	return 0, false
 }
 
 // importerLocked finds the network that imports a route with those targets: preferably the one with that VNI.
@@ -191,11 +102,11 @@ func (s *Speaker) importerLocked(targets []RouteTarget, vni uint32) (found *Netw
 }
 
 // judge returns why a route is unusable, regardless of other routes.
-func (s *Speaker) judge(r *route, a *attributes, e *bgp.EVPNNLRI) error {
+func (s *Speaker) judge(r *route, p *path) error {
 	switch {
 	case r.etag != 0:
 		return errTag
-	case a.encaps > 0 && !a.vxlan:
+	case p.foreign:
 		return errEncap
 	case !hostAddr(r.vtep):
 		return errNextHop
@@ -206,19 +117,16 @@ func (s *Speaker) judge(r *route, a *attributes, e *bgp.EVPNNLRI) error {
 	case !s.mayName(r.from, r.vtep):
 		return errForeign
 	}
-	switch d := e.RouteTypeData.(type) {
-	case *bgp.EVPNMacIPAdvertisementRoute:
-		if d.MacAddressLength != 48 || r.mac.IsZero() || r.mac.IsGroup() {
+	switch r.kind {
+	case bgp.EVPN_ROUTE_TYPE_MAC_IP_ADVERTISEMENT:
+		if p.oddMAC || r.mac.IsZero() || r.mac.IsGroup() {
 			return errMAC
 		}
-		if d.IPAddressLength != 0 && !hostAddr(r.ip) {
+		if p.hasIP && !hostAddr(r.ip) {
 			return errIP
 		}
-	case *bgp.EVPNMulticastEthernetTagRoute:
-		if a.pmsi == nil || a.pmsi.TunnelType != bgp.PMSI_TUNNEL_TYPE_INGRESS_REPL {
-			return errTunnel
-		}
-		if id, ok := a.pmsi.TunnelID.(*bgp.IngressReplTunnelID); !ok || unmap(id.Value) != r.vtep {
+	case bgp.EVPN_INCLUSIVE_MULTICAST_ETHERNET_TAG:
+		if !p.replicates || p.tunnel != r.vtep {
 			return errTunnel
 		}
 	}

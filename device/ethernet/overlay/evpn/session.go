@@ -23,12 +23,16 @@ import (
 // session is the speaker's BGP: gobgp, with only the EVPN address family.
 type session struct {
 	srv  *server.BgpServer
-	s    *Speaker
+	cfg  Config
 	away absent
 	// stirred: routes or states have changed since the neighbours were last checked.
 	stirred atomic.Bool
-	stop    context.CancelFunc
-	done    sync.WaitGroup
+	// told and met: the same, since the state of the sessions was last reported; a session has begun or ended.
+	told atomic.Bool
+	met  chan struct{} // capacity 1
+	ctx  context.Context
+	stop context.CancelFunc
+	done sync.WaitGroup
 }
 
 // Timers of gobgp without a configuration key, in seconds: how long it waits before it reconnects. A restarted
@@ -41,48 +45,65 @@ const (
 
 var family = &api.Family{Afi: api.Family_AFI_L2VPN, Safi: api.Family_SAFI_EVPN}
 
-func (b *session) open(ctx context.Context, s *Speaker) error {
-	b.s, b.away.until = s, map[netip.Addr]time.Time{}
+func newSession(c Config) *session {
+	return &session{cfg: c, met: make(chan struct{}, 1), away: absent{until: map[netip.Addr]time.Time{}}}
+}
+
+// listen starts BGP without neighbours. take is called with changes of best paths, in order; ended, if not nil, after a
+// neighbour has sent all its routes (RFC 4724 section 2). They may wait.
+func (b *session) listen(ctx context.Context, take func([]path), ended func(neighbour netip.Addr)) error {
 	ctx, b.stop = context.WithCancel(ctx)
-	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{loggers: newLoggers(s.log.Named("bgp"))}), nil))
+	b.ctx = ctx
+	b.srv = server.NewBgpServer(server.LoggerOption(slog.New(&logHandler{loggers: newLoggers(b.cfg.Log.Named("bgp"))}),
+		nil))
 	b.done.Go(b.srv.Serve)
-	g := &api.Global{Asn: s.cfg.AS, RouterId: s.cfg.RouterID.String(), ListenPort: -1,
+	g := &api.Global{Asn: b.cfg.AS, RouterId: b.cfg.RouterID.String(), ListenPort: -1,
 		Families: []uint32{uint32(oc.AFI_SAFI_TYPE_L2VPN_EVPN.ToInt())}}
-	if s.cfg.Port != 0 {
-		g.ListenPort = int32(s.cfg.Port)
-		for _, a := range s.cfg.Listen {
+	if b.cfg.Port != 0 {
+		g.ListenPort = int32(b.cfg.Port)
+		for _, a := range b.cfg.Listen {
 			g.ListenAddresses = append(g.ListenAddresses, a.String())
 		}
 	}
 	if err := b.srv.StartBgp(ctx, &api.StartBgpRequest{Global: g}); err != nil {
 		return fmt.Errorf("evpn: %w", err)
 	}
-	if s.cfg.Port != 0 {
-		if err := sendFar(s.cfg.Port); err != nil {
-			return fmt.Errorf("evpn: set TTL of answers on port %d: %w", s.cfg.Port, err)
+	if b.cfg.Port != 0 {
+		if err := sendFar(b.cfg.Port); err != nil {
+			return fmt.Errorf("evpn: set TTL of answers on port %d: %w", b.cfg.Port, err)
 		}
 	}
 	if err := b.setPolicy(ctx); err != nil {
 		return err
 	}
-	take := func(paths []*apiutil.Path, _ time.Time) {
-		b.stirred.Store(true)
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for _, p := range paths {
-			s.takeLocked(p)
-		}
+	callbacks := server.WatchEventMessageCallbacks{OnPeerUpdate: b.peerChanged,
+		OnBestPath: func(paths []*apiutil.Path, _ time.Time) {
+			b.stir()
+			out := make([]path, len(paths))
+			for i, p := range paths {
+				out[i] = readPath(p)
+			}
+			take(out)
+		}}
+	watch := []server.WatchOption{server.WatchBestPath(false), server.WatchPeer()}
+	if ended != nil {
+		callbacks.OnPathEor = func(p *apiutil.Path, _ time.Time) { ended(unmap(p.PeerAddress)) }
+		watch = append(watch, server.WatchEor(false))
 	}
-	if err := b.srv.WatchEvent(ctx, server.WatchEventMessageCallbacks{OnBestPath: take, OnPeerUpdate: b.peerChanged},
-		server.WatchBestPath(false), server.WatchPeer()); err != nil {
+	if err := b.srv.WatchEvent(ctx, callbacks, watch...); err != nil {
 		return fmt.Errorf("evpn: %w", err)
 	}
-	for i := range s.cfg.Neighbours {
-		if err := b.add(ctx, &s.cfg.Neighbours[i]); err != nil {
-			return fmt.Errorf("evpn: neighbour %v: %w", s.cfg.Neighbours[i].Address, err)
+	return nil
+}
+
+// greet adds the neighbours.
+func (b *session) greet() error {
+	for i := range b.cfg.Neighbours {
+		if err := b.add(b.ctx, &b.cfg.Neighbours[i]); err != nil {
+			return fmt.Errorf("evpn: neighbour %v: %w", b.cfg.Neighbours[i].Address, err)
 		}
 	}
-	b.done.Go(func() { b.watchNeighbours(ctx) })
+	b.done.Go(func() { b.watchNeighbours(b.ctx) })
 	return nil
 }
 
@@ -125,12 +146,12 @@ func (b *session) close() {
 }
 
 // peer returns gobgp's configuration of a neighbour.
-func (s *Speaker) peer(n *Neighbour) *api.Peer {
-	graceful := s.cfg.RestartTime > 0
+func (c *Config) peer(n *Neighbour) *api.Peer {
+	graceful := c.RestartTime > 0
 	p := &api.Peer{
 		Conf: &api.PeerConf{NeighborAddress: n.Address.String(), PeerAsn: n.AS, AuthPassword: n.Password},
 		Timers: &api.Timers{Config: &api.TimersConfig{
-			HoldTime: uint64(s.cfg.HoldTime / time.Second), KeepaliveInterval: uint64(s.cfg.HoldTime / time.Second / 3),
+			HoldTime: uint64(c.HoldTime / time.Second), KeepaliveInterval: uint64(c.HoldTime / time.Second / 3),
 			ConnectRetry: connectRetry, IdleHoldTimeAfterReset: idleHold,
 		}},
 		Transport: &api.Transport{PassiveMode: n.Passive, RemotePort: uint32(n.Port)},
@@ -138,7 +159,7 @@ func (s *Speaker) peer(n *Neighbour) *api.Peer {
 			Config:            &api.AfiSafiConfig{Family: family, Enabled: true},
 			MpGracefulRestart: &api.MpGracefulRestart{Config: &api.MpGracefulRestartConfig{Enabled: graceful}},
 		}},
-		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(s.cfg.RestartTime / time.Second),
+		GracefulRestart: &api.GracefulRestart{Enabled: graceful, RestartTime: uint32(c.RestartTime / time.Second),
 			DeferralTime: 1},
 	}
 	if n.Local.IsValid() {
@@ -147,97 +168,107 @@ func (s *Speaker) peer(n *Neighbour) *api.Peer {
 	switch {
 	case n.Hops > 0:
 		p.TtlSecurity = &api.TtlSecurity{Enabled: true, TtlMin: 256 - uint32(n.Hops)}
-	case n.AS != s.cfg.AS: // loopback addresses in another AS are more than one hop away
+	case n.AS != c.AS: // loopback addresses in another AS are more than one hop away
 		p.EbgpMultihop = &api.EbgpMultihop{Enabled: true, MultihopTtl: 255}
 	}
 	return p
 }
 
-// attrs returns the attributes of a claim's route.
-func (n *Network) attrs(c claim, m mobility) (out []bgp.PathAttributeInterface, err error) {
+// attrs returns the attributes of one of this host's routes.
+func (b *session) attrs(a *advert) (out []bgp.PathAttributeInterface, err error) {
 	communities := []bgp.ExtendedCommunityInterface{bgp.NewEncapExtended(bgp.TUNNEL_TYPE_VXLAN)}
-	for _, rt := range n.export {
+	for _, rt := range a.targets {
 		communities = append(communities, rt.community())
 	}
-	if m != (mobility{}) {
-		communities = append(communities, bgp.NewMacMobilityExtended(m.seq, m.sticky))
+	if a.mobility != (mobility{}) {
+		communities = append(communities, bgp.NewMacMobilityExtended(a.seq, a.sticky))
 	}
 	out = []bgp.PathAttributeInterface{bgp.NewPathAttributeOrigin(bgp.BGP_ORIGIN_ATTR_TYPE_IGP),
 		bgp.NewPathAttributeExtendedCommunities(communities)}
-	if c == (claim{}) {
-		id, err := bgp.NewIngressReplTunnelID(n.s.cfg.VTEP)
+	if a.claim == (claim{}) {
+		id, err := bgp.NewIngressReplTunnelID(b.cfg.VTEP)
 		if err != nil {
 			return nil, err
 		}
-		out = append(out, bgp.NewPathAttributePmsiTunnel(bgp.PMSI_TUNNEL_TYPE_INGRESS_REPL, false, n.vni, id))
+		out = append(out, bgp.NewPathAttributePmsiTunnel(bgp.PMSI_TUNNEL_TYPE_INGRESS_REPL, false, a.vni, id))
 	}
 	return out, nil
 }
 
-// nlri returns the NLRI of a claim.
-func (n *Network) nlri(c claim) (bgp.NLRI, error) {
-	rd := bgp.GetRouteDistinguisher(n.rd[:])
-	if c == (claim{}) {
-		return bgp.NewEVPNMulticastEthernetTagRoute(rd, 0, n.s.cfg.VTEP)
+// nlri returns the NLRI of one of this host's routes.
+func (b *session) nlri(o *own) (bgp.NLRI, error) {
+	rd := bgp.GetRouteDistinguisher(o.rd[:])
+	if o.claim == (claim{}) {
+		return bgp.NewEVPNMulticastEthernetTagRoute(rd, 0, b.cfg.VTEP)
 	}
 	return bgp.NewEVPNMacIPAdvertisementRoute(rd, bgp.EthernetSegmentIdentifier{Type: bgp.ESI_ARBITRARY,
-		Value: make([]byte, 9)}, 0, c.mac.String(), c.ip, []uint32{n.vni})
+		Value: make([]byte, 9)}, 0, o.mac.String(), o.ip, []uint32{o.vni})
 }
 
-func (b *session) advertise(n *Network, c claim, m mobility) error {
-	key, err := n.nlri(c)
+func (b *session) advertise(a advert) error {
+	key, err := b.nlri(&a.own)
 	if err != nil {
 		return err
 	}
-	attrs, err := n.attrs(c, m)
+	attrs, err := b.attrs(&a)
 	if err != nil {
 		return err
 	}
-	reach, err := bgp.NewPathAttributeMpReachNLRI(bgp.RF_EVPN, []bgp.PathNLRI{{NLRI: key}}, b.s.cfg.VTEP)
+	reach, err := bgp.NewPathAttributeMpReachNLRI(bgp.RF_EVPN, []bgp.PathNLRI{{NLRI: key}}, b.cfg.VTEP)
 	if err != nil {
 		return err
 	}
 	_, err = b.srv.AddPath(apiutil.AddPathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
-		Attrs: append(attrs, reach), Age: b.s.clock().Unix()}}})
+		Attrs: append(attrs, reach), Age: b.cfg.Clock().Unix()}}})
 	return err
 }
 
-func (b *session) withdraw(n *Network, c claim) {
-	key, err := n.nlri(c)
-	if err == nil {
-		err = b.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
-			Withdrawal: true}}})
-	}
+func (b *session) withdraw(o own) error {
+	key, err := b.nlri(&o)
 	if err != nil {
-		b.s.log.Warn("not withdrawn", "network", n.table.Network().Name(), "mac", c.mac, "ip", c.ip, "error", err)
+		return err
 	}
+	return b.srv.DeletePath(apiutil.DeletePathRequest{Paths: []*apiutil.Path{{Family: bgp.RF_EVPN, Nlri: key,
+		Withdrawal: true}}})
 }
 
-// each calls f with the best path of every NLRI.
-func (b *session) each(f func(*apiutil.Path)) error {
+func (b *session) replay(take func(*path)) error { return b.each(take) }
+
+func (b *session) each(f func(*path)) error {
 	return b.srv.ListPath(apiutil.ListPathRequest{TableType: api.TableType_TABLE_TYPE_GLOBAL, Family: bgp.RF_EVPN},
 		func(_ bgp.NLRI, paths []*apiutil.Path) {
 			for _, p := range paths {
 				if p.Best {
-					f(p)
+					out := readPath(p)
+					f(&out)
 				}
 			}
 		})
 }
 
+// stir records that routes or states have changed.
+func (b *session) stir() {
+	b.stirred.Store(true)
+	b.told.Store(true)
+}
+
 // peerChanged logs the start and end of sessions.
 func (b *session) peerChanged(e *apiutil.WatchEventMessage_PeerEvent, _ time.Time) {
-	b.stirred.Store(true)
+	b.stir()
+	select {
+	case b.met <- struct{}{}:
+	default:
+	}
 	if e.Type != apiutil.PEER_EVENT_STATE {
 		return
 	}
 	p := &e.Peer
 	switch {
 	case p.State.SessionState == bgp.BGP_FSM_ESTABLISHED:
-		b.s.log.Info("BGP session up", "neighbour", p.State.NeighborAddress, "as", p.State.PeerASN)
+		b.cfg.Log.Info("BGP session up", "neighbour", p.State.NeighborAddress, "as", p.State.PeerASN)
 	case p.State.SessionState == bgp.BGP_FSM_IDLE &&
 		p.State.DisconnectReason != api.PeerState_DISCONNECT_REASON_UNSPECIFIED:
-		b.s.log.Warn("BGP session down", "neighbour", p.State.NeighborAddress, "why", p.State.DisconnectMessage)
+		b.cfg.Log.Warn("BGP session down", "neighbour", p.State.NeighborAddress, "why", p.State.DisconnectMessage)
 	}
 }
 

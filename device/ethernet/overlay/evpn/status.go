@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/osrg/gobgp/v4/api"
-	"github.com/osrg/gobgp/v4/pkg/apiutil"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
@@ -112,9 +111,13 @@ const MaxListed = 1 << 18
 // Routes lists this host's and the received routes of one network or of all; routes for no network of this host are
 // listed only with all.
 func (s *Speaker) Routes(network string) (out []RouteStatus) {
-	var foreign []*apiutil.Path
+	var foreign []*path
 	if network == "" {
-		_ = s.bgp.each(func(p *apiutil.Path) { foreign = append(foreign, p) })
+		_ = s.bgp.each(func(p *path) {
+			if p.used && p.from.IsValid() {
+				foreign = append(foreign, p)
+			}
+		})
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -141,9 +144,8 @@ func (s *Speaker) Routes(network string) (out []RouteStatus) {
 		}
 	}
 	for _, p := range foreign {
-		if k, ok := identify(p); ok && s.routes[k] == nil && p.PeerAddress.IsValid() && len(out) < MaxListed {
-			a := readAttributes(p)
-			r := route{nlri: k, vtep: a.nextHop, from: p.PeerAddress.Unmap(), mobility: a.mobility}
+		if s.routes[p.nlri] == nil && len(out) < MaxListed {
+			r := route{nlri: p.nlri, vtep: p.nextHop, from: p.from, mobility: p.mobility}
 			out = append(out, r.status(errTarget))
 		}
 	}
@@ -167,7 +169,7 @@ func (r *route) status(why error) RouteStatus {
 func (b *session) sessions() []SessionStatus {
 	out := []SessionStatus{}
 	limits := map[netip.Addr]int{}
-	for _, n := range b.s.cfg.Neighbours {
+	for _, n := range b.cfg.Neighbours {
 		limits[n.Address] = n.limit()
 	}
 	_ = b.srv.ListPeer(context.Background(), &api.ListPeerRequest{}, func(p *api.Peer) {
@@ -188,11 +190,11 @@ func (b *session) sessions() []SessionStatus {
 		x.Received = received(p)
 		out = append(out, x)
 	})
-	for _, n := range b.s.cfg.Neighbours {
+	for _, n := range b.cfg.Neighbours {
 		if until, away := b.away.get(n.Address); away {
 			out = append(out, SessionStatus{Neighbour: n.Address, AS: n.AS, State: "idle", MaxRoutes: limits[n.Address],
 				Why: "neighbour exceeded its route limit; accepted again in " +
-					until.Sub(b.s.clock()).Round(time.Second).String()})
+					until.Sub(b.cfg.Clock()).Round(time.Second).String()})
 		}
 	}
 	slices.SortFunc(out, func(a, b SessionStatus) int { return a.Neighbour.Compare(b.Neighbour) })

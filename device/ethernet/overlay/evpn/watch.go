@@ -73,15 +73,15 @@ func (b *session) watchNeighbours(ctx context.Context) {
 			continue
 		}
 		quiet = 0
-		now := b.s.clock()
+		now := b.cfg.Clock()
 		peers := map[netip.Addr]*api.Peer{}
 		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{}, func(p *api.Peer) {
 			if a, err := netip.ParseAddr(p.GetState().GetNeighborAddress()); err == nil {
 				peers[a] = p
 			}
 		})
-		for i := range b.s.cfg.Neighbours {
-			n := &b.s.cfg.Neighbours[i]
+		for i := range b.cfg.Neighbours {
+			n := &b.cfg.Neighbours[i]
 			p := peers[n.Address]
 			state, begun := p.GetState().GetSessionState(), p.GetTimers().GetState().GetUptime().AsTime()
 			since, greets := greeting[n.Address]
@@ -93,9 +93,9 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.again(ctx, n, "BGP neighbour accepted again")
 			case p == nil:
 			case received(p) > uint64(n.limit()):
-				b.s.log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(),
-					"stays-away", b.s.cfg.LimitIdle)
-				b.away.set(n.Address, now.Add(b.s.cfg.LimitIdle))
+				b.cfg.Log.Error("BGP session ended: neighbour exceeds its route limit", "neighbour", n.Address, "limit", n.limit(),
+					"stays-away", b.cfg.LimitIdle)
+				b.away.set(n.Address, now.Add(b.cfg.LimitIdle))
 				b.remove(ctx, n)
 			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
 				told[n.Address] = begun
@@ -116,15 +116,15 @@ func (b *session) watchNeighbours(ctx context.Context) {
 }
 
 func (b *session) add(ctx context.Context, n *Neighbour) error {
-	return b.srv.AddPeer(ctx, &api.AddPeerRequest{Peer: b.s.peer(n)})
+	return b.srv.AddPeer(ctx, &api.AddPeerRequest{Peer: b.cfg.peer(n)})
 }
 
 func (b *session) again(ctx context.Context, n *Neighbour, why string) {
 	if err := b.add(ctx, n); err != nil {
-		b.s.log.Error("BGP session cannot be restarted", "neighbour", n.Address, "error", err)
+		b.cfg.Log.Error("BGP session cannot be restarted", "neighbour", n.Address, "error", err)
 		return
 	}
-	b.s.log.Info(why, "neighbour", n.Address)
+	b.cfg.Log.Info(why, "neighbour", n.Address)
 }
 
 // remove removes a neighbour and its routes.

@@ -114,7 +114,11 @@ func (s *Speaker) takeLocked(p *path) {
 	}
 	// BGP ends the session of a neighbour that exceeds its limit. Until then, or if the process that runs BGP has been
 	// taken over, no more is kept.
-	if (old == nil || old.from != r.from) && s.held[r.from] >= s.cfg.limit(r.from) {
+	limit := s.cfg.limit(r.from)
+	if (old == nil || old.from != r.from) && s.held[r.from] >= limit && s.swept[r.from] != s.epoch {
+		s.sweepLocked(r.from, s.epoch) // routes of processes that have ended make room
+	}
+	if (old == nil || old.from != r.from) && s.held[r.from] >= limit {
 		s.ignored[errLimit.Error()]++
 		s.dropLocked(k)
 		return

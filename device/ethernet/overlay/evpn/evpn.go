@@ -99,6 +99,7 @@ type Speaker struct {
 	targets  map[RouteTarget][]*Network // those with configured targets
 	routes   map[nlri]*route            // routes for networks of this host
 	held     map[netip.Addr]int         // number of routes by neighbour
+	swept    map[netip.Addr]uint64      // epoch in which a neighbour's older routes were removed
 	epoch    uint64                     // number of processes that ran BGP and have ended
 	arrivals uint64
 	ignored  map[string]uint64 // refusals by reason
@@ -132,7 +133,7 @@ func New(c Config) (*Speaker, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Speaker{
 		cfg: c, log: c.Log, clock: c.Clock, networks: map[uint32]*Network{}, targets: map[RouteTarget][]*Network{},
-		routes: map[nlri]*route{}, held: map[netip.Addr]int{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
+		routes: map[nlri]*route{}, held: map[netip.Addr]int{}, swept: map[netip.Addr]uint64{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
 	}
 	if err := s.openBGP(ctx); err != nil {
 		stop()

@@ -12,8 +12,9 @@ import (
 )
 
 // Two speakers advertise the addresses at their ports (flood lists, MACs, IP addresses) and withdraw them.
-func TestTwo(t *testing.T) {
-	f := newFabric(t)
+func TestTwo(t *testing.T) { both(t, testTwo) }
+
+func testTwo(t *testing.T, f *fabric) {
 	one, two := f.host(1, f.config(1, 2)), f.host(2, f.config(2, 1))
 	a, b := one.tenant(100, NetworkConfig{}), two.tenant(100, NetworkConfig{})
 	a.attach("vm1", hwaddr(1))
@@ -25,6 +26,10 @@ func TestTwo(t *testing.T) {
 	})
 	testutil.Eventually(t, "a VM's MAC and a learnt one",
 		func() bool { return b.behind(hwaddr(1)) == vtepAddr(1) && a.behind(hwaddr(2)) == vtepAddr(2) })
+	testutil.Eventually(t, "status", func() bool {
+		st := one.s.Status()
+		return len(st.Sessions) == 1 && st.Sessions[0].Received == 2
+	})
 	if st := one.s.Status(); len(st.Sessions) != 1 || st.Sessions[0].State != "established" ||
 		st.Sessions[0].Received != 2 || st.Sessions[0].Advertised != 2 ||
 		len(st.Networks) != 1 || st.Networks[0].MACs != 1 || st.Networks[0].VTEPs != 1 || st.Networks[0].Advertised != 1 {
@@ -126,8 +131,9 @@ func TestCollision(t *testing.T) {
 
 // An address moves, as a source of frames at a port and as a VM's own. Sequence numbers rise, and nothing remains at
 // the old location.
-func TestMobility(t *testing.T) {
-	f := newFabric(t)
+func TestMobility(t *testing.T) { both(t, testMobility) }
+
+func testMobility(t *testing.T, f *fabric) {
 	one, two := f.host(1, f.config(1, 2, 3)), f.host(2, f.config(2, 1, 3))
 	three := f.host(3, f.config(3, 1, 2))
 	a, b, c := one.tenant(100, NetworkConfig{}), two.tenant(100, NetworkConfig{}), three.tenant(100, NetworkConfig{})

@@ -125,8 +125,9 @@ func (x *intruder) serve(vtep netip.Addr, vni uint32) {
 }
 
 // Every kind of unusable route is refused for its own reason, is shown with it, and changes nothing.
-func TestHostileRoutes(t *testing.T) {
-	f := newFabric(t)
+func TestHostileRoutes(t *testing.T) { both(t, testHostileRoutes) }
+
+func testHostileRoutes(t *testing.T, f *fabric) {
 	c := f.config(1, 9)
 	c.Neighbours[0].NextHops = []netip.Prefix{netip.PrefixFrom(vtepAddr(9), 32)}
 	h := f.host(1, c)
@@ -188,8 +189,9 @@ func TestHostileRoutes(t *testing.T) {
 
 // A neighbour claims the MAC of a VM of this host: with higher sequence numbers, with the same key, as static. The VM
 // keeps it; the contest ends.
-func TestTheft(t *testing.T) {
-	f := newFabric(t)
+func TestTheft(t *testing.T) { both(t, testTheft) }
+
+func testTheft(t *testing.T, f *fabric) {
 	h := f.host(1, f.config(1, 9))
 	x := f.intruder()
 	n := h.tenant(100, NetworkConfig{})
@@ -300,8 +302,9 @@ func TestTies(t *testing.T) {
 
 // A flood of routes: a network installs as many as it has room for, and uses room that becomes free; a neighbour that
 // exceeds its limit loses its session and all its routes, for some time.
-func TestFlood(t *testing.T) {
-	f := newFabric(t)
+func TestFlood(t *testing.T) { both(t, testFlood) }
+
+func testFlood(t *testing.T, f *fabric) {
 	c := f.config(1, 9)
 	c.Neighbours[0].MaxRoutes, c.LimitIdle = 60, 5*time.Second
 	h := f.host(1, c)
@@ -381,8 +384,9 @@ func TestFloodUnseen(t *testing.T) {
 }
 
 // The routes for one address are bounded, because each change of one looks at all of them.
-func TestCrowd(t *testing.T) {
-	f := newFabric(t)
+func TestCrowd(t *testing.T) { both(t, testCrowd) }
+
+func testCrowd(t *testing.T, f *fabric) {
 	h := f.host(1, f.config(1, 9))
 	x := f.intruder()
 	n := h.tenant(100, NetworkConfig{})

@@ -362,7 +362,9 @@ func (r *remote) take(b []byte) (n int, err error) {
 		if err := in.end(); err != nil {
 			return 0, err
 		}
-		s.sweep(a)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.sweepLocked(a, s.epoch)
 		return 0, nil
 	case msgRefused:
 		for len(in.b) > 0 && !in.bad {
@@ -414,34 +416,37 @@ func (r *remote) take(b []byte) (n int, err error) {
 func (r *remote) lost() {
 	s := r.s
 	s.mu.Lock()
-	s.epoch++
-	epoch, closed := s.epoch, s.closed
-	s.mu.Unlock()
-	keep := s.cfg.RestartTime
-	if closed {
-		return
-	}
-	s.log.Warn("BGP sessions lost: their process has ended", "routes-kept", keep)
-	if keep == 0 {
-		s.sweep(netip.Addr{})
-		return
-	}
-	// Those of earlier processes keep their time. Processes start too seldom for many timers.
-	time.AfterFunc(keep, func() { s.sweepBefore(netip.Addr{}, epoch) })
-}
-
-// sweep removes the routes of processes that have ended: of a neighbour, or of all if it is invalid.
-func (s *Speaker) sweep(from netip.Addr) { s.sweepBefore(from, ^uint64(0)) }
-
-// sweepBefore removes stale routes from before an epoch.
-func (s *Speaker) sweepBefore(from netip.Addr, epoch uint64) {
-	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
 		return
 	}
+	s.epoch++
+	epoch, keep := s.epoch, s.cfg.RestartTime
+	s.log.Warn("BGP sessions lost: their process has ended", "routes-kept", keep)
+	if keep == 0 {
+		s.sweepLocked(netip.Addr{}, epoch)
+		return
+	}
+	// Those of earlier processes keep their time. Processes start too seldom for many timers.
+	time.AfterFunc(keep, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if !s.closed {
+			s.sweepLocked(netip.Addr{}, epoch)
+		}
+	})
+}
+
+// sweepLocked removes the routes from before an epoch: of a neighbour, or of all if it is invalid.
+func (s *Speaker) sweepLocked(from netip.Addr, epoch uint64) {
+	if from.IsValid() {
+		if s.swept[from] == epoch {
+			return // a neighbour may say any number of times that it has sent all
+		}
+		s.swept[from] = epoch
+	}
 	for k, x := range s.routes {
-		if x.epoch < min(epoch, s.epoch) && (x.from == from || !from.IsValid()) {
+		if x.epoch < epoch && (x.from == from || !from.IsValid()) {
 			s.dropLocked(k)
 		}
 	}

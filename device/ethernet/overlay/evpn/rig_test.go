@@ -57,8 +57,21 @@ type fabric struct {
 	loop *loop.Loop
 	pool *frame.Pool
 	port uint16
+	// apart: hosts run BGP as another process would.
+	apart bool
 
 	spoken int
+}
+
+// both runs a test with BGP in the daemon's process, and in another.
+func both(t *testing.T, test func(*testing.T, *fabric)) {
+	for _, apart := range []bool{false, true} {
+		t.Run(map[bool]string{false: "within", true: "apart"}[apart], func(t *testing.T) {
+			f := newFabric(t)
+			f.apart = apart
+			test(t, f)
+		})
+	}
 }
 
 func newFabric(t *testing.T) *fabric {
@@ -93,6 +106,7 @@ type host struct {
 	vt  *vxlan.VTEP
 	s   *Speaker
 	log testlog.Log
+	bgp *processes // nil: in the speaker
 }
 
 func (f *fabric) bgpAddr(n int) netip.Addr { return netip.AddrFrom4([4]byte{127, 0, 1, byte(n)}) }
@@ -127,6 +141,10 @@ func (f *fabric) host(n int, c Config) *host {
 	}
 	f.t.Cleanup(h.vt.Close)
 	c.Log = hclog.New(&hclog.LoggerOptions{Output: &h.log, Level: hclog.Debug})
+	if f.apart {
+		h.bgp = newProcesses(f.t, c.Log.Named("process"), Open)
+		c.Process = h.bgp.run
+	}
 	if h.s, err = New(c); err != nil {
 		f.t.Fatal(err)
 	}

@@ -474,6 +474,7 @@ func TestEVPN(t *testing.T) {
 
 	t.Run("moves", func(t *testing.T) { f.moves(t, a, c) })
 	t.Run("restarts", func(t *testing.T) { f.restarts(t, a, b, c) })
+	t.Run("process", func(t *testing.T) { f.process(t, a, b, c) })
 	t.Run("partition", func(t *testing.T) { f.partition(t, b, c) })
 }
 
@@ -583,6 +584,85 @@ func (f *fabric) restarts(t *testing.T, a, b, c *endpoint) {
 			return ok && r.Active
 		})
 	}
+}
+
+// process kills the process that runs a vnicd's BGP: the daemon, its tunnels and its routes stay, and the session
+// returns.
+func (f *fabric) process(t *testing.T, a, b, c *endpoint) {
+	f.t = t
+	defer func() { f.t = f.all }()
+	one := f.hosts["one"]
+	d := one.daemons[len(one.daemons)-1]
+	x := a.talk(b)
+	defer x.stop()
+	x.goesOn(f, "before the end of the process")
+	for range 2 {
+		bgp := bgpProcess(t, d)
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", bgp))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range []string{"Uid:\t65534\t65534\t65534\t65534", "NoNewPrivs:\t1", "Seccomp:\t2"} {
+			if !strings.Contains(string(status), l+"\n") {
+				t.Errorf("the process has no %q: %s", l, status)
+			}
+		}
+		if err := syscall.Kill(bgp, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		f.eventually("the session is down", func() bool { return !strings.Contains(one.cli("evpn"), "established") })
+		if r, ok := one.route(c.mac, f.hosts["linux"].addr); !ok || !r.Active {
+			t.Errorf("the route has gone with the process: %+v %v", r, ok)
+		}
+		f.eventually("the session is up", func() bool { return strings.Contains(one.cli("evpn"), "established") })
+		f.eventually("our routes are there", func() bool {
+			r, ok := f.hosts["two"].route(a.mac, one.addr)
+			return ok && r.Active
+		})
+		x.goesOn(f, "with the next process")
+		if bgpProcess(t, d) == bgp {
+			t.Error("it is the same process")
+		}
+	}
+	t.Logf("BGP's process killed twice under TCP: no answer for %v", time.Duration(x.longest.Load()))
+	select {
+	case <-d.ended:
+		t.Error("the daemon has ended")
+	default:
+	}
+}
+
+// bgpProcess returns the process that runs a daemon's BGP.
+func bgpProcess(t *testing.T, d *daemonProcess) (pid int) {
+	t.Helper()
+	parent := func(pid int) int {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if err != nil {
+			return 0
+		}
+		fields := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+		n, _ := strconv.Atoi(fields[1])
+		return n
+	}
+	testutil.Eventually(t, "a process for BGP", func() bool {
+		lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range lines {
+			b, _ := os.ReadFile(l) // it may have ended
+			if !bytes.HasPrefix(b, []byte("vnicd\x00worker\x00bgp\x00")) {
+				continue
+			}
+			n, err := strconv.Atoi(filepath.Base(filepath.Dir(l)))
+			if err == nil && parent(parent(n)) == d.cmd.Process.Pid {
+				pid = n
+				return true
+			}
+		}
+		return false
+	})
+	return pid
 }
 
 func (f *fabric) partition(t *testing.T, b, c *endpoint) {

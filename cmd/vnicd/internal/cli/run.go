@@ -30,7 +30,8 @@ sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at 
 TAP ports need CAP_NET_ADMIN, BGP on its standard port CAP_NET_BIND_SERVICE, and the
 short path of TAP ports CAP_BPF at the start, which vnicd then drops. Everything else runs
 without privileges. Once started, the process cannot start programs, load others into the
-kernel, mount, trace or use keyrings (seccomp(2)).`,
+kernel, mount, trace or use keyrings (seccomp(2)). BGP runs in a process without rights,
+vnicd-bgp, which vnicd starts again if it ends; vnicd-spawner starts it.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()

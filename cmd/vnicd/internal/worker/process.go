@@ -87,6 +87,7 @@ func work(kinds []Kind, args []string) error {
 	}
 	// The daemon ends its workers, once it has no more use for them: a signal to the group or the unit does not.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
+	_ = os.WriteFile("/proc/self/comm", []byte("vnicd-"+k.Name), 0) // for ps; otherwise it is "exe"
 	p := &Process{Log: newLogger(os.Stderr, hclog.Level(level))}
 	if err := closeInherited(firstFile + files); err != nil {
 		return err

@@ -59,6 +59,7 @@ func spawn(kinds []Kind) error {
 	runtime.LockOSThread()
 	// The daemon ends the spawner by closing the socket, after the workers that shall end their sessions.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
+	_ = os.WriteFile("/proc/self/comm", []byte("vnicd-"+spawnerName), 0) // for ps; otherwise it is "exe"
 	if err := closeInherited(firstFile); err != nil {
 		return err
 	}

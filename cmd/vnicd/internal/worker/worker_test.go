@@ -34,7 +34,8 @@ const asDaemon = "VNICD_TEST_DAEMON"
 // kinds are the workers of these tests. Each answers messages as its name says.
 var kinds = []Kind{
 	{Name: "echo", MaxFiles: 64, Open: serving(func(p *Process, b []byte) error { return p.Conn.Send(b) })},
-	{Name: "bind", MaxFiles: 64, Capabilities: []uint{unix.CAP_NET_BIND_SERVICE}, Calls: confine.TCPClient(), Open: openBind},
+	{Name: "bind", MaxFiles: 64, Capabilities: []uint{unix.CAP_NET_BIND_SERVICE}, Calls: confine.TCPClient(),
+		Open: openBind},
 	{Name: "accept", MaxFiles: 64, Calls: confine.Connections(), Open: openAccept},
 	{Name: "tries", MaxFiles: 64, MaxMemory: 256 << 20, Open: serving(tries)},
 	{Name: "crash", MaxFiles: 64, Open: serving(func(*Process, []byte) error { panic("hostile input") })},
@@ -238,7 +239,7 @@ func TestCrash(t *testing.T) {
 	})
 }
 
-// A worker that reads nothing and ignores the end of its connection is killed; until then it stalls only who talks to it.
+// A worker that reads nothing and ignores the end of its connection is killed; until then only its Serve waits.
 func TestStall(t *testing.T) {
 	r := newRig(t, "stall")
 	first := r.pid()
@@ -292,8 +293,8 @@ func TestFlood(t *testing.T) {
 	}
 	for _, l := range lines {
 		// The time and the level are the daemon's own.
-		if rest := l[strings.Index(l, "["):]; !strings.Contains(rest[:min(len(rest), 14)], "flood:") || strings.ContainsAny(l, "\x1b\r") ||
-			len(l) > maxLine+200 {
+		if rest := l[strings.Index(l, "["):]; !strings.Contains(rest[:min(len(rest), 14)], "flood:") ||
+			strings.ContainsAny(l, "\x1b\r") || len(l) > maxLine+200 {
 			t.Errorf("forged: %.300q", l)
 		}
 	}

@@ -228,8 +228,8 @@ func (r *reader) nlri() (k nlri) {
 // putPath appends a path, unless it comes from nobody who is known.
 func putPath(b []byte, c *Config, p *path) []byte {
 	var flags uint16
-	for i, is := range [...]bool{p.used, p.withdrawn, !p.from.IsValid(), p.sticky, p.labelled, p.foreign, p.oddMAC, p.hasIP,
-		p.replicates} {
+	for i, is := range [...]bool{p.used, p.withdrawn, !p.from.IsValid(), p.sticky, p.labelled, p.foreign, p.oddMAC,
+		p.hasIP, p.replicates} {
 		if is {
 			flags |= 1 << i
 		}

@@ -1,10 +1,10 @@
 // Package evpn feeds the overlay's tables from BGP EVPN (RFC 7432 over VXLAN, RFC 8365), and advertises the addresses
 // on this host.
 //
-// One Speaker per daemon keeps the BGP sessions (session.go, on osrg/gobgp). One Network per tenant network is its
-// MAC-VRF and the overlay.TableSource of its table:
+// One Speaker per daemon keeps the BGP sessions (session.go, on osrg/gobgp), in another process if Config.Process says
+// so (remote.go, process.go). One Network per tenant network is its MAC-VRF and the overlay.TableSource of its table:
 //
-//	sessions ── best path of each NLRI ──▶ decode, judge (route.go) ──▶ elect per MAC and IP (elect.go) ──▶ overlay.Table
+//	sessions ── best paths, read (path.go) ──▶ judge (route.go) ──▶ elect per MAC and IP (elect.go) ──▶ overlay.Table
 //	vswitch: addresses at this host's ports ──▶ claim, sequence numbers, duplicates (local.go) ──▶ sessions
 //
 // Received routes are untrusted: each is checked against this host's networks, VTEP and limits; one that is not usable
@@ -12,7 +12,7 @@
 // section 15): sticky first, then the higher sequence number, then the lower VTEP address.
 //
 // Concurrency: Speaker.mu guards all routes and claims; it is taken by the goroutine that receives gobgp's events, by
-// the one that watches the ports, and by callers, never by loops. Lock order: Speaker.mu, then gobgp's own,
+// the one that watches the ports, and by callers, never by loops. Lock order: Speaker.mu, then remote.mu, gobgp's own,
 // overlay.Table's and vswitch's.
 package evpn
 
@@ -133,7 +133,8 @@ func New(c Config) (*Speaker, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	s := &Speaker{
 		cfg: c, log: c.Log, clock: c.Clock, networks: map[uint32]*Network{}, targets: map[RouteTarget][]*Network{},
-		routes: map[nlri]*route{}, held: map[netip.Addr]int{}, swept: map[netip.Addr]uint64{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
+		routes: map[nlri]*route{}, held: map[netip.Addr]int{}, swept: map[netip.Addr]uint64{},
+		ignored: map[string]uint64{}, kick: make(chan struct{}, 1), stop: stop,
 	}
 	if err := s.openBGP(ctx); err != nil {
 		stop()

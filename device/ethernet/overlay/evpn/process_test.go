@@ -115,7 +115,8 @@ func (p *processes) kill() {
 }
 
 // The process ends: with graceful restart, routes stay until the neighbour has sent all of them again, and those that
-// were withdrawn meanwhile go then; without, they go at once and come again. The sessions and this host's routes return.
+// were withdrawn meanwhile go then; without, they go at once and come again. The sessions and this host's routes
+// return.
 func TestProcessEnds(t *testing.T) {
 	for _, keep := range []time.Duration{0, 2 * patience} {
 		t.Run(keep.String(), func(t *testing.T) {
@@ -129,7 +130,8 @@ func TestProcessEnds(t *testing.T) {
 			b.attach("vm2", hwaddr(2))
 			b.attach("vm3", hwaddr(3))
 			testutil.Eventually(t, "routes", func() bool {
-				return a.behind(hwaddr(2)) == vtepAddr(2) && a.behind(hwaddr(3)) == vtepAddr(2) && b.behind(hwaddr(1)) == vtepAddr(1)
+				return a.behind(hwaddr(2)) == vtepAddr(2) && a.behind(hwaddr(3)) == vtepAddr(2) &&
+					b.behind(hwaddr(1)) == vtepAddr(1)
 			})
 			one.bgp.hold.Lock()
 			one.bgp.kill()
@@ -192,7 +194,8 @@ func TestProcessEndsForGood(t *testing.T) {
 	h.bgp.hold.Lock()
 	defer h.bgp.hold.Unlock()
 	h.bgp.kill()
-	testutil.Eventually(t, "the route is removed", func() bool { return !n.behind(hwaddr(1)).IsValid() && len(n.peers()) == 0 })
+	testutil.Eventually(t, "the route is removed",
+		func() bool { return !n.behind(hwaddr(1)).IsValid() && len(n.peers()) == 0 })
 	if got := len(h.s.Routes("net100")); got != 1 { // its own
 		t.Errorf("%d routes are left", got)
 	}
@@ -292,7 +295,8 @@ func TestProcessLies(t *testing.T) {
 	base := flood9()
 	l.says <- putPath([]byte{msgPaths}, &c, &base)
 	l.says <- routes(nil, 50)
-	testutil.Eventually(t, "a route that the neighbour may send", func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
+	testutil.Eventually(t, "a route that the neighbour may send",
+		func() bool { return n.behind(hwaddr(50)) == vtepAddr(9) })
 
 	l.says <- routes(func(p *path) { p.nextHop = vtepAddr(7) }, 51)
 	l.says <- routes(func(p *path) { p.nextHop = vtepAddr(1) }, 52)
@@ -394,7 +398,8 @@ func FuzzProcess(f *testing.F) {
 	f.Add([]byte{msgEnded, 0, 0})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		s := &Speaker{cfg: c, log: c.Log, clock: time.Now, networks: map[uint32]*Network{}, routes: map[nlri]*route{},
-			held: map[netip.Addr]int{}, swept: map[netip.Addr]uint64{}, ignored: map[string]uint64{}, kick: make(chan struct{}, 1)}
+			held: map[netip.Addr]int{}, swept: map[netip.Addr]uint64{}, ignored: map[string]uint64{},
+			kick: make(chan struct{}, 1)}
 		r := newRemote(s)
 		if _, err := r.take(b); err != nil {
 			return

@@ -16,7 +16,7 @@ import (
 // role makes the test binary act as a process that gives up rights, because a test cannot get them back.
 const role = "VNICD_TEST_CONFINE"
 
-var roles = map[string]func() error{"filter": filtered, "drop": dropped, "refused": refused}
+var roles = map[string]func() error{"filter": filtered, "drop": dropped, "refused": refused, "only": allowed}
 
 func TestMain(m *testing.M) {
 	if f := roles[os.Getenv(role)]; f != nil {
@@ -155,4 +155,66 @@ func refused() error {
 		return fmt.Errorf("capset is refused, but Drop returns %w", err)
 	}
 	return nil
+}
+
+// TestOnly: no call works but those of the rules, with the arguments of the rules, on every thread.
+func TestOnly(t *testing.T) { as(t, "only") }
+
+func allowed() error {
+	status, err := os.Open("/proc/self/status")
+	if err != nil {
+		return err
+	}
+	tries := func() error {
+		var errs []error
+		refused := func(what string, err error) {
+			if !errors.Is(err, unix.EPERM) {
+				errs = append(errs, fmt.Errorf("%s: %v", what, err))
+			}
+		}
+		socket := func(family, kind int) error {
+			fd, err := unix.Socket(family, kind, 0)
+			if err == nil {
+				err = unix.Close(fd)
+			}
+			return err
+		}
+		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+			if err := socket(family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK); err != nil {
+				errs = append(errs, err)
+			}
+			refused("datagram socket", socket(family, unix.SOCK_DGRAM))
+		}
+		refused("unix socket", socket(unix.AF_UNIX, unix.SOCK_STREAM))
+		_, err := os.Open("/proc/self/status")
+		refused("open", err)
+		if _, err := status.ReadAt(make([]byte, 10), 0); err != nil {
+			errs = append(errs, err)
+		}
+		_, err = unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_EXEC, unix.MAP_ANON|unix.MAP_PRIVATE)
+		refused("code", err)
+		_, err = unix.Mmap(int(status.Fd()), 0, 4096, unix.PROT_READ, unix.MAP_PRIVATE)
+		refused("file in memory", err)
+		refused("signal", unix.Tgkill(os.Getppid(), os.Getppid(), 0))
+		refused("listen", unix.Listen(0, 1))
+		if _, _, errno := unix.Syscall(unix.SYS_CLONE3, 0, 0, 0); errno != unix.ENOSYS {
+			errs = append(errs, fmt.Errorf("clone3: %w", errno))
+		}
+		if _, _, errno := unix.Syscall(unix.SYS_CLONE, uintptr(unix.SIGCHLD), 0, 0); errno != unix.EPERM {
+			errs = append(errs, fmt.Errorf("fork: %w", errno))
+		}
+		if runtime.GOARCH == "amd64" {
+			if _, _, errno := unix.Syscall(x32|unix.SYS_READ, 0, 0, 0); errno != unix.EPERM {
+				errs = append(errs, fmt.Errorf("read of the x32 ABI: %w", errno))
+			}
+		}
+		return errors.Join(errs...)
+	}
+	for _, bad := range [][]Rule{{{unix.SYS_READ, []Condition{{Arg: 6}}}}, Any(make([]uintptr, maxFilter)...),
+		{{unix.SYS_READ, make([]Condition, 40)}}} {
+		if err := Only(bad); err == nil {
+			return errors.New("a filter that cannot be was installed")
+		}
+	}
+	return onThreads(4, func() error { return Only(append(Runtime(os.Getpid()), TCPClient()...)) }, tries)
 }

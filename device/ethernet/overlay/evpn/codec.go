@@ -29,8 +29,8 @@ const (
 	msgList      = 'L' // send every best path as msgListed; u32: number of the request
 	msgLevel     = 'V' // u8: level of the log
 	// From the process.
-	msgOpened   = 'O' // listens
-	msgFailed   = 'F' // cannot listen; u32: errno or 0, text
+	msgOpened   = 'O' // listens and has its neighbours
+	msgFailed   = 'F' // cannot; u32: errno or 0, text
 	msgPaths    = 'P' // changes of best paths
 	msgEnded    = 'E' // u16: a neighbour has sent all its routes
 	msgRefused  = 'X' // adverts that BGP refuses
@@ -38,10 +38,12 @@ const (
 	msgListed   = 'D' // u32: number of the request, u8: 1 if it is the last, paths
 )
 
-// maxWire bounds the messages in both directions, batch the length at which a sender ends one of several records.
+// maxWire bounds the messages in both directions but msgConfig, batch the length at which a sender ends one of several
+// records.
 const (
-	maxWire = 128 << 10
-	batch   = 30 << 10
+	maxWire   = 128 << 10
+	maxConfig = 16 << 20
+	batch     = 30 << 10
 )
 
 // maxText bounds texts from the process.

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -50,7 +51,7 @@ const (
 // sessions until c ends. Open needs what listening needs, and takes nothing from neighbours; run needs TCP connections
 // only.
 func Open(c Conn, log hclog.Logger) (run func() error, err error) {
-	b, err := c.Receive(maxWire)
+	b, err := c.Receive(maxConfig)
 	if err != nil {
 		return nil, err
 	}
@@ -76,10 +77,11 @@ func (p *process) run() error {
 	defer p.done.Wait()
 	defer p.bgp.close()
 	defer stop()
-	if err := p.conn.Send([]byte{msgOpened}); err != nil {
+	if err := p.bgp.greet(); err != nil {
+		_ = p.conn.Send(encodeFailure(err))
 		return err
 	}
-	if err := p.bgp.greet(); err != nil {
+	if err := p.conn.Send([]byte{msgOpened}); err != nil {
 		return err
 	}
 	p.done.Go(func() { p.send(ctx) })
@@ -173,7 +175,7 @@ func (p *process) allSent(neighbour netip.Addr) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.ended) < 2*MaxNeighbours { // a neighbour may send it any number of times
+	if !slices.Contains(p.ended, i) { // a neighbour may send it any number of times
 		p.ended = append(p.ended, i)
 	}
 	p.poke()

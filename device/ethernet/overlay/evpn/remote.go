@@ -27,15 +27,15 @@ type remote struct {
 
 	mu    sync.Mutex // after Speaker.mu
 	said  map[own]advert
-	dirty map[own]bool // changed in said since the process was told; true: also withdrawn
+	dirty map[own]bool // added to said or removed since the process was told
 	order []own        // keys of dirty, by time
 	again bool         // the Speaker wants all paths
 	state []SessionStatus
-	list  *listing
+	list  *listing // nil: no request
 	lists uint32
-	up    bool
+	up    bool // a process has its configuration
 
-	listing sync.Mutex // one at a time; before mu
+	asking sync.Mutex // one list at a time; before mu
 }
 
 // listing is a request for all best paths.
@@ -148,8 +148,8 @@ func (r *remote) replay(func(*path)) error {
 }
 
 func (r *remote) each(f func(*path)) error {
-	r.listing.Lock()
-	defer r.listing.Unlock()
+	r.asking.Lock()
+	defer r.asking.Unlock()
 	r.mu.Lock()
 	if !r.up {
 		r.mu.Unlock()
@@ -465,7 +465,7 @@ func (s *Speaker) refused(a *advert) {
 			return // it has changed meanwhile
 		}
 		delete(n.said, a.claim)
-		m.here.seq = m.next()
+		m.here.seq = max(m.here.seq, m.next())
 		s.poke()
 	}
 }

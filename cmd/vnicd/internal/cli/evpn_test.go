@@ -632,39 +632,6 @@ func (f *fabric) process(t *testing.T, a, b, c *endpoint) {
 	}
 }
 
-// bgpProcess returns the process that runs a daemon's BGP.
-func bgpProcess(t *testing.T, d *daemonProcess) (pid int) {
-	t.Helper()
-	parent := func(pid int) int {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			return 0
-		}
-		fields := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
-		n, _ := strconv.Atoi(fields[1])
-		return n
-	}
-	testutil.Eventually(t, "a process for BGP", func() bool {
-		lines, err := filepath.Glob("/proc/[0-9]*/cmdline")
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, l := range lines {
-			b, _ := os.ReadFile(l) // it may have ended
-			if !bytes.HasPrefix(b, []byte("vnicd\x00worker\x00bgp\x00")) {
-				continue
-			}
-			n, err := strconv.Atoi(filepath.Base(filepath.Dir(l)))
-			if err == nil && parent(parent(n)) == d.cmd.Process.Pid {
-				pid = n
-				return true
-			}
-		}
-		return false
-	})
-	return pid
-}
-
 func (f *fabric) partition(t *testing.T, b, c *endpoint) {
 	f.t = t
 	defer func() { f.t = f.all }()

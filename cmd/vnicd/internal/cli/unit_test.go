@@ -185,6 +185,16 @@ func TestUnitCapabilities(t *testing.T) {
 			}
 		}
 	}
+	// BGP's process has none of them, once it listens on its port; the one that starts it has what that needs.
+	for pid, want := range map[int]string{bgpProcess(t, &daemonProcess{cmd: c}): strings.Repeat("0", 16),
+		spawnerProcess(t, c.Process.Pid): fmt.Sprintf("%016x", 1<<unix.CAP_NET_BIND_SERVICE)} {
+		testutil.Eventually(t, fmt.Sprintf("process %d has the capabilities %s", pid, want), func() bool {
+			status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+			return err == nil && strings.Contains(string(status), "CapEff:\t"+want+"\n") &&
+				strings.Contains(string(status), "CapPrm:\t"+want+"\n") &&
+				strings.Contains(string(status), "CapAmb:\t"+strings.Repeat("0", 16)+"\n")
+		})
+	}
 	ns.IP("link", "show", "unit0")
 	if out := l.ok("status"); !strings.Contains(out, "vtep 192.0.2.1") || !strings.Contains(out, "vm one") {
 		t.Errorf("status: %s", out)

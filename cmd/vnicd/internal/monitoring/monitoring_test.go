@@ -433,9 +433,17 @@ func grep(text, word string) string {
 
 func TestProfiles(t *testing.T) {
 	s := newStage(t, true)
-	if status, text := s.get("GET", "/debug/pprof/goroutine?debug=1"); status != 200 ||
-		!strings.Contains(text, "goroutine profile") {
-		t.Errorf("%d %s", status, text)
+	for path, want := range map[string]string{
+		"goroutine?debug=1": "goroutine profile", "heap?gc=1": "\x1f\x8b", "heap?seconds=1": "\x1f\x8b",
+		"profile?seconds=1": "\x1f\x8b", "trace?seconds=0.1": "go 1.", "cmdline": os.Args[0], "": "goroutine",
+	} {
+		if status, text := s.get("GET", "/debug/pprof/"+path); status != 200 || !strings.Contains(text, want) {
+			t.Errorf("%s: %d %.100q", path, status, text)
+		}
+	}
+	if status, text := s.get("GET", "/debug/pprof/heap?seconds=1&debug=1"); status != 400 ||
+		!strings.Contains(text, "incompatible") {
+		t.Errorf("arguments that exclude each other: %d %.100q", status, text)
 	}
 }
 

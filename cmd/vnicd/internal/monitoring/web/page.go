@@ -1,13 +1,13 @@
-package monitoring
+package web
 
 import (
 	"embed"
-	"encoding/json"
 	"io/fs"
 	"net/http"
 	"path"
 	"strconv"
-	"time"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
 )
 
 //go:embed page
@@ -24,7 +24,7 @@ var fileTypes = map[string]string{
 }
 
 // servePage adds the page and its data to mux.
-func servePage(mux *http.ServeMux, s *sampler) {
+func (d *daemon) servePage(mux *http.ServeMux) {
 	files, _ := fs.Sub(pageFiles, "page")
 	entries, _ := fs.ReadDir(files, ".")
 	for _, e := range entries {
@@ -39,24 +39,28 @@ func servePage(mux *http.ServeMux, s *sampler) {
 			_, _ = w.Write(text)
 		}))
 	}
-	mux.Handle("GET /v1/overview", withPolicy(func(w http.ResponseWriter, r *http.Request) {
-		q := r.URL.Query()
-		var since uint64
-		if t := q.Get("since"); t != "" {
-			var err error
-			if since, err = strconv.ParseUint(t, 10, 64); err != nil {
-				http.Error(w, "since must be the number of a sample", http.StatusBadRequest)
-				return
-			}
-		}
-		v := s.view()
-		if v == nil {
-			http.Error(w, "the first snapshot is not complete", http.StatusServiceUnavailable)
+	mux.Handle("GET /v1/overview", withPolicy(d.overview))
+}
+
+func (d *daemon) overview(w http.ResponseWriter, r *http.Request) {
+	q := query.Query{Kind: query.Overview, VM: r.URL.Query().Get("vm")}
+	if t := r.URL.Query().Get("since"); t != "" {
+		var err error
+		if q.Since, err = strconv.ParseUint(t, 10, 64); err != nil {
+			http.Error(w, "since must be the number of a sample", http.StatusBadRequest)
 			return
 		}
-		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(v.overview(time.Now(), since, q.Get("vm")))
-	}))
+	}
+	if len(q.VM) > query.MaxVM {
+		q.VM = "" // there is no such VM, hence no detail
+	}
+	a, err := d.ask(r.Context(), &q, viewTime)
+	if err != nil {
+		refuse(w, err)
+		return
+	}
+	defer a.Close()
+	send(w, a, query.SendTime)
 }
 
 // withPolicy sends a file or data of the page.

@@ -1,4 +1,4 @@
-package monitoring
+package web
 
 import (
 	"fmt"
@@ -6,18 +6,12 @@ import (
 	"net/http"
 	"net/netip"
 	"strings"
-
-	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 )
 
 // ownHost passes on requests whose Host names this server, for every path that h has or lacks. Otherwise a foreign page
 // whose name is made to resolve to our address (DNS rebinding) would be of our origin, and its script could read the
 // answers. The answer to others is 421 Misdirected Request (RFC 9110, section 15.5.20).
-func ownHost(cfg config.Monitoring, h http.Handler) http.Handler {
-	names := cfg.Names
-	if own, _, err := net.SplitHostPort(cfg.Listen); err == nil && own != "" {
-		names = append([]string{own}, names...)
-	}
+func ownHost(names []string, h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Health checks in HTTP/1.0 have no Host; a browser always sends one.
 		if r.Host != "" && !ownName(r.Host, names) {

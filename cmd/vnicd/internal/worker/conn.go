@@ -23,6 +23,10 @@ type Conn struct {
 	out     []byte // sending
 
 	in []byte
+
+	// Streams are further connections of the daemon with this process, byte streams, as Config.Streams asks for. At the
+	// daemon's end they stay open until the process has ended; Close does not close them.
+	Streams []net.Conn
 }
 
 const (
@@ -57,6 +61,26 @@ func pair() (*Conn, *os.File, error) {
 		return nil, nil, err
 	}
 	return c, other, nil
+}
+
+// streams makes byte streams: our ends, and the descriptors for the other process. Also after an error the caller
+// closes what it gets.
+func streams(n int) (ours []net.Conn, others []*os.File, err error) {
+	for range n {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		if err != nil {
+			return ours, others, fmt.Errorf("worker: socketpair: %w", err)
+		}
+		f := os.NewFile(uintptr(fds[0]), "worker")
+		others = append(others, os.NewFile(uintptr(fds[1]), "worker"))
+		c, err := net.FileConn(f) // has a duplicate
+		_ = f.Close()
+		if err != nil {
+			return ours, others, fmt.Errorf("worker: stream: %w", err)
+		}
+		ours = append(ours, c)
+	}
+	return ours, others, nil
 }
 
 // newConn uses a duplicate of f.

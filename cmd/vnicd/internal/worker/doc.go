@@ -15,10 +15,10 @@
 // in length and rate and carry the worker's name.
 //
 // In the worker, Main runs Kind.Open, gives up all that is left, and calls the function that Open returned. A worker
-// has no capabilities, no environment and no descriptors but a pipe for its log (1, 2), its connection (3) and those
-// that Config.Files lists (4 and following); if the daemon is root, it is the user nobody. From the end of Open on it
-// has no system calls but those of confine.Runtime and Kind.Calls: it cannot open files, start programs, or reach
-// another process.
+// has no capabilities, no environment and no descriptors but a pipe for its log (1, 2), its connection (3), those that
+// Config.Files lists (4 and following) and its streams; if the daemon is root, it is the user nobody. From the end of
+// Open on it has no system calls but those of confine.Runtime and Kind.Calls: it cannot open files, start programs, or
+// reach another process.
 //
 // To add a kind: a Kind in the list that the program gives to Main before anything else runs, and Supervise in the
 // daemon. The program's tests call Main in TestMain in the same way.

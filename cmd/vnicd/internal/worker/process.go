@@ -3,6 +3,7 @@ package worker
 import (
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/signal"
 	"slices"
@@ -76,20 +77,21 @@ func Main(kinds []Kind, args []string) (status int, is bool) {
 
 // work runs a worker; args are those that the spawner gives.
 func work(kinds []Kind, args []string) error {
-	if len(args) != 3 {
+	if len(args) != 4 {
 		return errors.New("`vnicd run` starts this process by itself")
 	}
 	k, ok := find(kinds, args[0])
 	level, err := strconv.Atoi(args[1])
 	files, err2 := strconv.Atoi(args[2])
-	if !ok || err != nil || err2 != nil || files < 0 || files > maxFiles {
+	streams, err3 := strconv.Atoi(args[3])
+	if !ok || err != nil || err2 != nil || err3 != nil || files < 0 || streams < 0 || files+streams > maxFiles {
 		return errors.New("`vnicd run` starts this process by itself")
 	}
 	// The daemon ends its workers, once it has no more use for them: a signal to the group or the unit does not.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
 	_ = os.WriteFile("/proc/self/comm", []byte("vnicd-"+k.Name), 0) // for ps; otherwise it is "exe"
 	p := &Process{Log: newLogger(os.Stderr, hclog.Level(level))}
-	if err := closeInherited(firstFile + files); err != nil {
+	if err := closeInherited(firstFile + files + streams); err != nil {
 		return err
 	}
 	f := os.NewFile(connFile, "daemon")
@@ -100,6 +102,15 @@ func work(kinds []Kind, args []string) error {
 	for i := range files {
 		unix.CloseOnExec(firstFile + i)
 		p.Files = append(p.Files, os.NewFile(uintptr(firstFile+i), "file"))
+	}
+	for i := range streams {
+		f := os.NewFile(uintptr(firstFile+files+i), "stream")
+		c, err := net.FileConn(f) // has a duplicate
+		if err != nil {
+			return fmt.Errorf("stream: %w", err)
+		}
+		_ = f.Close()
+		p.Conn.Streams = append(p.Conn.Streams, c)
 	}
 	if err := k.limit(); err != nil {
 		return err

@@ -18,8 +18,8 @@ import (
 )
 
 // Packets between daemon and spawner: one byte for the purpose, four for the daemon's number of the process, and a
-// rest. A start's rest is the log's level, one byte, and the kind; its descriptors are the log, the connection and
-// those of Config.Files. An end's rest says why.
+// rest. A start's rest is the log's level and the number of streams, one byte each, and the kind; its descriptors are
+// the log, the connection, those of Config.Files, and the streams. An end's rest says why.
 const (
 	pktReady = 'R' // spawner: it can start workers
 	pktStart = 'S' // daemon
@@ -114,8 +114,8 @@ func (s *spawner) serve() error {
 		}
 		id, rest := binary.LittleEndian.Uint32(b[1:]), b[pktHeader:n]
 		switch {
-		case b[0] == pktStart && len(rest) > 1 && len(files) >= 2:
-			s.start(id, rest[0], string(rest[1:]), files)
+		case b[0] == pktStart && len(rest) > 2 && len(files) >= 2+int(rest[1]):
+			s.start(id, rest[0], rest[1], string(rest[2:]), files)
 		case b[0] == pktKill:
 			s.mu.Lock()
 			if p := s.running[id]; p != nil {
@@ -147,9 +147,9 @@ func received(rights []byte) (files []*os.File, err error) {
 	return files, nil
 }
 
-// start starts a worker: files are its log, its connection, and others.
-func (s *spawner) start(id uint32, level byte, kind string, files []*os.File) {
-	p, err := s.process(level, kind, files)
+// start starts a worker: files are its log, its connection, and others, of which the last are streams.
+func (s *spawner) start(id uint32, level, streams byte, kind string, files []*os.File) {
+	p, err := s.process(level, streams, kind, files)
 	if err != nil {
 		s.report(id, "cannot be started: "+err.Error())
 		return
@@ -173,7 +173,7 @@ func (s *spawner) start(id uint32, level byte, kind string, files []*os.File) {
 
 func (s *spawner) report(id uint32, why string) { _, _ = s.sock.Write(packet(pktEnd, id, why)) } // the daemon has ended
 
-func (s *spawner) process(level byte, name string, files []*os.File) (*os.Process, error) {
+func (s *spawner) process(level, streams byte, name string, files []*os.File) (*os.Process, error) {
 	k, ok := find(s.kinds, name)
 	if !ok {
 		return nil, fmt.Errorf("no kind of worker is named %q", name)
@@ -187,7 +187,8 @@ func (s *spawner) process(level byte, name string, files []*os.File) (*os.Proces
 			attr.Sys.AmbientCaps = append(attr.Sys.AmbientCaps, uintptr(c))
 		}
 	}
-	argv := []string{"vnicd", command, k.Name, strconv.Itoa(int(level)), strconv.Itoa(len(files) - 2)}
+	argv := []string{"vnicd", command, k.Name, strconv.Itoa(int(level)), strconv.Itoa(len(files) - 2 - int(streams)),
+		strconv.Itoa(int(streams))}
 	if os.Geteuid() == 0 {
 		attr.Sys.Credential = &syscall.Credential{Uid: nobody, Gid: nobody}
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -100,8 +101,8 @@ func (s *Spawner) read() {
 	close(s.down)
 }
 
-// start asks for a process. Its end is sent to exited.
-func (s *Spawner) start(kind string, level hclog.Level, files []*os.File) (id uint32, exited chan string, err error) {
+// start asks for a process. The last of files are its streams. Its end is sent to exited.
+func (s *Spawner) start(kind string, level hclog.Level, streams int, files []*os.File) (id uint32, exited chan string, err error) {
 	if len(files) > maxFiles+2 {
 		return 0, nil, fmt.Errorf("worker: %d descriptors, at most %d", len(files)-2, maxFiles)
 	}
@@ -121,8 +122,8 @@ func (s *Spawner) start(kind string, level hclog.Level, files []*os.File) (id ui
 	s.next++
 	id, exited = s.next, make(chan string, 1)
 	s.exits[id] = exited
-	if _, _, err := s.sock.WriteMsgUnix(packet(pktStart, id, string(rune(level))+kind), unix.UnixRights(fds...),
-		nil); err != nil {
+	rest := string([]byte{byte(level), byte(streams)}) + kind
+	if _, _, err := s.sock.WriteMsgUnix(packet(pktStart, id, rest), unix.UnixRights(fds...), nil); err != nil {
 		delete(s.exits, id)
 		return 0, nil, fmt.Errorf("worker: start: %w", err)
 	}
@@ -139,6 +140,8 @@ type Config struct {
 	Log  hclog.Logger // named as the kind
 	// Files are passed to each process. They stay the caller's, and must stay open until the Supervisor is closed.
 	Files []*os.File
+	// Streams is the number of byte streams that each process has besides its connection: Conn.Streams.
+	Streams int
 	// Serve talks with one process. It returns soon after c has ended (an error of c's) or ctx has, and at once, with an
 	// error that says why, if the worker sends what it must not. The process is ended afterwards: killed, or, if ctx has
 	// ended, asked to end itself by the end of its connection.
@@ -214,8 +217,22 @@ func (v *Supervisor) once(ctx context.Context) error {
 	}
 	defer logs.Close()
 	defer logTo.Close()
-	files := append([]*os.File{logTo, other}, v.c.Files...)
-	id, exited, err := v.s.start(v.c.Kind, v.c.Log.GetLevel(), files)
+	ours, others, err := streams(v.c.Streams)
+	conn.Streams = ours
+	defer func() {
+		for _, s := range ours {
+			_ = s.Close()
+		}
+	}()
+	files := slices.Concat([]*os.File{logTo, other}, v.c.Files, others)
+	var id uint32
+	var exited chan string
+	if err == nil {
+		id, exited, err = v.s.start(v.c.Kind, v.c.Log.GetLevel(), len(others), files)
+	}
+	for _, f := range others {
+		_ = f.Close()
+	}
 	if err != nil {
 		return err
 	}

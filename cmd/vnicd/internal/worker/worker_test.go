@@ -43,6 +43,7 @@ var kinds = []Kind{
 		return func() error { _ = p.Conn.Send([]byte("pid " + pid())); select {} }, nil
 	}},
 	{Name: "flood", MaxFiles: 64, Open: openFlood},
+	{Name: "streams", MaxFiles: 64, Open: openStreams},
 	{Name: "garbage", MaxFiles: 64, Open: openGarbage},
 	{Name: "unable", MaxFiles: 64, Open: func(*Process) (func() error, error) { return nil, errors.New("no way") }},
 }
@@ -169,6 +170,71 @@ func (r *rig) ask(s string) string {
 }
 
 func running(pid int) bool { return syscall.Kill(pid, 0) == nil }
+
+// openStreams makes a worker that answers on each stream with the stream's number.
+func openStreams(p *Process) (func() error, error) {
+	return func() error {
+		for i, s := range p.Conn.Streams {
+			go func() {
+				for b := make([]byte, 1); ; {
+					if _, err := s.Read(b); err != nil {
+						return
+					}
+					_, _ = s.Write([]byte{byte(i), b[0]})
+				}
+			}()
+		}
+		if err := p.Conn.Send([]byte("pid " + pid())); err != nil {
+			return err
+		}
+		_, _ = p.Conn.Receive(0)
+		return nil
+	}, nil
+}
+
+// Each process has streams of its own, which end with it.
+func TestStreams(t *testing.T) {
+	r := newRig(t, "streams")
+	if r.pid(); len(r.conn.Load().Streams) > 0 {
+		t.Error("a worker without streams has some")
+	}
+	r.v.Close()
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	r.v = r.s.Supervise(Config{Kind: "streams", Log: hclog.New(&hclog.LoggerOptions{Output: r.log}), Streams: 9,
+		Files: []*os.File{null}, Serve: r.serve})
+	t.Cleanup(r.v.Close)
+	var before []net.Conn
+	for range 2 {
+		pid := r.pid()
+		b := make([]byte, 2)
+		for _, s := range before {
+			if err := s.SetReadDeadline(time.Now().Add(patience)); err != nil && !errors.Is(err, net.ErrClosed) {
+				t.Error(err)
+			}
+			if _, err := s.Read(b); !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) {
+				t.Errorf("a stream of the process before: %v", err)
+			}
+		}
+		if before = r.conn.Load().Streams; len(before) != 9 {
+			t.Fatalf("%d streams, want 9", len(before))
+		}
+		for i, s := range before {
+			if _, err := s.Write([]byte{'x'}); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.ReadFull(s, b); err != nil || b[0] != byte(i) || b[1] != 'x' {
+				t.Errorf("stream %d: %v, %v", i, b, err)
+			}
+		}
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
 
 // A worker that is killed is started again; another one does not notice.
 func TestKilled(t *testing.T) {

@@ -53,20 +53,20 @@ vnicd-bgp, which vnicd starts again if it ends; vnicd-spawner starts it.`,
 			defer signal.Stop(signals)
 
 			options := []daemon.Option{daemon.Confined}
+			var processes *worker.Spawner
 			if needsWorkers(cfg) {
 				// Before the daemon has descriptors that another process must not hold, and forbids itself to start one.
-				s, err := worker.Start(log.Named("worker"))
-				if err != nil {
+				if processes, err = worker.Start(log.Named("worker")); err != nil {
 					return err
 				}
-				defer s.Close()
-				options = append(options, daemon.Workers(s))
+				defer processes.Close()
+				options = append(options, daemon.Workers(processes))
 			}
 			d, err := daemon.Start(cfg, a.version, log, options...)
 			if err != nil {
 				return err
 			}
-			web, err := monitoring.Serve(cfg.Monitoring, d, log.Named("monitoring"))
+			web, err := monitoring.Serve(cfg.Monitoring, d, processes, log.Named("monitoring"))
 			if err != nil {
 				_ = d.Close()
 				return err

@@ -3,7 +3,6 @@ package monitoring
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -73,29 +72,24 @@ func newAnswers(slots []query.Kind, src Source, s *sampler, log hclog.Logger) *a
 	return a
 }
 
-// serveAll answers on the slots of one process until one of them ends as serve does, and closes all. What is still
-// worked on then ends by itself; running has it.
-func (a *answers) serveAll(ctx context.Context, slots []net.Conn) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	ended := make(chan error, len(slots))
+// start answers on the slots of one process until ctx ends, and closes them then. What is still worked on ends by
+// itself; running has it. When a slot ends earlier, its error is sent.
+func (a *answers) start(ctx context.Context, slots []net.Conn) (ended <-chan error) {
+	out := make(chan error, len(slots))
 	for i, conn := range slots {
-		a.running.Go(func() { ended <- a.serve(ctx, conn, a.slots[i]) })
+		a.running.Go(func() { out <- a.serve(ctx, conn, a.slots[i]) })
 	}
-	return <-ended
+	return out
 }
 
 // serve answers on a slot until the process closes it, breaks the protocol or does not read an answer in time, or ctx
-// ends. The error is nil if the process closed the slot between two questions.
+// ends. The error is io.EOF if the process closed the slot between two questions.
 func (a *answers) serve(ctx context.Context, conn net.Conn, of query.Kind) error {
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
 	b := make([]byte, query.Size)
 	for {
 		if _, err := io.ReadFull(conn, b); err != nil {
-			if errors.Is(err, io.EOF) || ctx.Err() != nil {
-				return nil
-			}
 			return err
 		}
 		q, err := query.Parse(b)
@@ -107,9 +101,6 @@ func (a *answers) serve(ctx context.Context, conn net.Conn, of query.Kind) error
 			return fmt.Errorf("a question for %v where only %v may be asked", q.Kind, of)
 		}
 		if err := k.work(ctx, &q, query.NewWriter(conn, a.readTime+q.Duration())); err != nil {
-			if ctx.Err() != nil {
-				return nil
-			}
 			return fmt.Errorf("answer to %v: %w", q.Kind, err)
 		}
 	}

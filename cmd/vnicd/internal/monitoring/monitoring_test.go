@@ -27,11 +27,28 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if status, is := worker.Main(kinds, os.Args[1:]); is {
+		os.Exit(status)
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// newSpawner returns what starts processes.
+func newSpawner(t *testing.T) *worker.Spawner {
+	t.Helper()
+	s, err := worker.Start(hclog.NewNullLogger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.Close)
+	return s
+}
 
 // filled returns a status in which every number is different, every list has one element and every text is its path.
 func filled() *daemon.Status {
@@ -289,7 +306,7 @@ vms: [{name: one, network: blue, mac: "02:00:00:00:00:01", memory-budget: 64MiB}
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = s.d.Close() })
-	srv, err := Serve(cfg.Monitoring, s.d, hclog.NewNullLogger())
+	srv, err := Serve(cfg.Monitoring, s.d, newSpawner(t), hclog.NewNullLogger())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -454,7 +471,7 @@ func (stuck) Healthy(ctx context.Context) error { return errors.New("no answer f
 
 func TestUnhealthy(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "mon")
-	srv, err := Serve(config.Monitoring{Listen: path}, stuck{}, hclog.NewNullLogger())
+	srv, err := Serve(config.Monitoring{Listen: path}, stuck{}, newSpawner(t), hclog.NewNullLogger())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -472,11 +489,11 @@ func TestListenErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if _, err := Serve(config.Monitoring{Listen: l.Addr().String()}, stuck{}, hclog.NewNullLogger()); err == nil ||
+	if _, err := Serve(config.Monitoring{Listen: l.Addr().String()}, stuck{}, nil, hclog.NewNullLogger()); err == nil ||
 		!strings.Contains(err.Error(), "address already in use") {
 		t.Errorf("an address in use: %v", err)
 	}
-	if s, err := Serve(config.Monitoring{}, stuck{}, hclog.NewNullLogger()); s != nil || err != nil {
+	if s, err := Serve(config.Monitoring{}, stuck{}, nil, hclog.NewNullLogger()); s != nil || err != nil {
 		t.Errorf("no address: %v, %v", s, err)
 	} else {
 		s.Close()

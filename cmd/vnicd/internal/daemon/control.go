@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"golang.org/x/net/netutil"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
@@ -25,6 +26,11 @@ const (
 	mayRead   right = iota // questions: states, counters, tables, connections; no packets
 	mayChange              // everything
 )
+
+// statusClients bounds the connections to the status socket, so that those who only ask cannot use up the daemon's
+// descriptors. Further ones wait in the socket's backlog. The control socket has no such bound: who may change
+// everything is not kept out by those who may not.
+const statusClients = 64
 
 // control is the HTTP server on a control socket.
 type control struct {
@@ -43,7 +49,7 @@ func startControl(name, path string, gid, most int, api http.Handler, log hclog.
 		return nil, fmt.Errorf("%s socket: %w", name, err)
 	}
 	if most > 0 {
-		l = newFew(l, most)
+		l = netutil.LimitListener(l, most)
 	}
 	c := &control{
 		srv: &http.Server{Handler: api, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 30 * time.Second,

@@ -68,7 +68,8 @@ func TestMonitoringProcess(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, l := range []string{"CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"} {
+		for _, l := range []string{"CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "NoNewPrivs:\t1",
+			"Seccomp:\t2"} {
 			if !strings.Contains(string(status), l+"\n") {
 				t.Errorf("the process has no %q:\n%s", l, status)
 			}

@@ -18,12 +18,13 @@ import (
 	"github.com/prometheus/common/expfmt"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
 const healthTime = 3 * time.Second
 
-// paces are the shortest times between two questions of a kind: what a process that was taken over can make the daemon
-// do. Those of clients are less frequent, as the work itself takes about that long.
+// paces are the shortest times between the beginnings of two questions of a kind. They bound what a process that was
+// taken over makes the daemon do; monitoring systems and pages ask far less often.
 var paces = map[query.Kind]time.Duration{
 	query.Metrics: 20 * time.Millisecond, query.Health: 5 * time.Millisecond, query.Overview: 10 * time.Millisecond,
 	query.Profile: 50 * time.Millisecond,
@@ -56,8 +57,8 @@ type kind struct {
 
 // newAnswers returns what answers on slots of the given kinds.
 func newAnswers(slots []query.Kind, src Source, s *sampler, log hclog.Logger) *answers {
-	a := &answers{kinds: map[query.Kind]*kind{}, metrics: registry(src.Status), health: src.Healthy, sampler: s, log: log,
-		readTime: query.ReadTime, slots: slots}
+	a := &answers{kinds: map[query.Kind]*kind{}, metrics: registry(src.Status), health: src.Healthy, sampler: s,
+		log: loglimit.New(log), readTime: query.ReadTime, slots: slots}
 	of := map[query.Kind]func(context.Context, *query.Query, *query.Writer) error{
 		query.Metrics: a.writeMetrics, query.Health: a.writeHealth, query.Overview: a.writeOverview,
 		query.Profile: a.writeProfile,

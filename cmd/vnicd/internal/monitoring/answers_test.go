@@ -191,8 +191,8 @@ func TestAllowedAnswers(t *testing.T) {
 	}
 }
 
-// TestQuestionFlood: a process that floods all slots with questions and reads no answer makes the daemon work on one question
-// per slot, and on few of a kind, also across processes; the daemon keeps no more than that.
+// TestQuestionFlood: a process that floods all slots with questions and reads no answer makes the daemon work on one
+// question per slot, and on few of a kind, also across processes; the daemon keeps no more than that.
 func TestQuestionFlood(t *testing.T) {
 	src := newBusy(200) // an answer is larger than a socket's buffer
 	a := newStand(t, true, false, src)

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -179,7 +181,8 @@ func children(t *testing.T, of int) (out []int) {
 func fakeStage(t *testing.T, src Source, kind string) (*stage, *testlog.Log) {
 	t.Helper()
 	path, log := filepath.Join(t.TempDir(), "mon"), &testlog.Log{}
-	srv, err := serve(config.Monitoring{Listen: path}, src, newSpawner(t), kind, hclog.New(&hclog.LoggerOptions{Output: log}))
+	srv, err := serve(config.Monitoring{Listen: path}, src, newSpawner(t), kind,
+		hclog.New(&hclog.LoggerOptions{Output: log}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,6 +190,33 @@ func fakeStage(t *testing.T, src Source, kind string) (*stage, *testlog.Log) {
 	s := &stage{t: t}
 	s.client.Transport = unixTransport(path)
 	return s, log
+}
+
+// The process serves TCP as well: the system calls that it has are enough for that.
+func TestProcessTCP(t *testing.T) {
+	srv, err := Serve(config.Monitoring{Listen: "127.0.0.1:0", PProf: true}, newBusy(100), newSpawner(t),
+		hclog.NewNullLogger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(srv.Close)
+	client := http.Client{Transport: &http.Transport{}} // which asks for compressed answers, on few connections
+	defer client.CloseIdleConnections()
+	for range 3 {
+		for path, want := range map[string]string{"/metrics": `vnicd_vm_attached{face="net",vm="vm99"}`, "/healthz": "ok",
+			"/debug/pprof/heap": "\x1f\x8b"} {
+			resp, err := client.Get("http://" + srv.listener.Addr().String() + path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, err := io.ReadAll(resp.Body)
+			_ = resp.Body.Close()
+			if err != nil || resp.StatusCode != 200 || !strings.Contains(string(text), want) ||
+				resp.Uncompressed != (path == "/metrics") {
+				t.Errorf("%s: %v, %+v, %.100q", path, err, resp, text)
+			}
+		}
+	}
 }
 
 // TestProcessKilled: a process that is killed during a scrape takes that scrape with it. The daemon goes on, the next

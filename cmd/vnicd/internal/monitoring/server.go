@@ -59,7 +59,8 @@ func Serve(cfg config.Monitoring, src Source, processes *worker.Spawner, log hcl
 }
 
 // serve serves by processes of a kind; tests have others than web.Kind.
-func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind string, log hclog.Logger) (*Server, error) {
+func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind string, log hclog.Logger) (*Server,
+	error) {
 	s := &Server{}
 	if err := s.listen(cfg); err != nil {
 		return nil, fmt.Errorf("monitoring: %w", err)

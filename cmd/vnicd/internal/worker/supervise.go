@@ -102,7 +102,8 @@ func (s *Spawner) read() {
 }
 
 // start asks for a process. The last of files are its streams. Its end is sent to exited.
-func (s *Spawner) start(kind string, level hclog.Level, streams int, files []*os.File) (id uint32, exited chan string, err error) {
+func (s *Spawner) start(kind string, level hclog.Level, streams int, files []*os.File) (id uint32, exited chan string,
+	err error) {
 	if len(files) > maxFiles+2 {
 		return 0, nil, fmt.Errorf("worker: %d descriptors, at most %d", len(files)-2, maxFiles)
 	}

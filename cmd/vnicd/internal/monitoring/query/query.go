@@ -36,8 +36,7 @@ func (k Kind) String() string {
 	return kinds[k].name
 }
 
-// kinds has a kind's number of slots. Answers are short except those of Metrics, two of which cost the daemon enough,
-// and Profile, where the second is for a look at the goroutines during a profile.
+// kinds has each kind's number of slots. A second one for Profile allows a look at the goroutines during a profile.
 var kinds = [...]struct {
 	name  string
 	slots int

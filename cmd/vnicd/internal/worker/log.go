@@ -16,7 +16,7 @@ import (
 const maxLine = 2048
 
 // budget bounds their number: a burst, and then so many per second. Lines of level info and above have one, those of
-// debug and trace another. A worker limits the lines about each of its sources by itself (package loglimit); this is for
+// debug and trace another. A worker limits the lines about each of its sources itself (package loglimit); this is for
 // one that was taken over.
 type budget struct {
 	burst, rate int

@@ -68,6 +68,7 @@ func Name(name string) Option { return func(h *handler) { h.name = name } }
 type handler struct {
 	name    string
 	onFault func(Fault)
+	meter   *Meter // whose time it is; nil: nobody's
 	remove  func() // removes it from the loop, on the loop's thread; nil if it runs only once
 }
 

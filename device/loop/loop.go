@@ -114,6 +114,7 @@ type Loop struct {
 	worker     *pollerEntry // last poller with work, other than mailboxes
 	sharedAt   int64        // when worker last changed
 	hooks      []*Hook
+	sample     sampler
 
 	// Shared.
 	posts    *ring[post]

@@ -27,7 +27,7 @@ func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...O
 	m := &Mailbox[T]{l: l, q: newRing[T](capacity), handle: handle, release: release}
 	var asked handler
 	asked.init("mailbox", opts)
-	l.addPoller(m, m, []Option{Name(asked.name), OnFault(func(f Fault) {
+	l.addPoller(m, m, []Option{Name(asked.name), Metered(asked.meter), OnFault(func(f Fault) {
 		m.finish()
 		if asked.onFault != nil {
 			asked.onFault(f)

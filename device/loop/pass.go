@@ -50,7 +50,7 @@ func (l *Loop) pass(block bool) (complete bool) {
 			for l.index < len(l.pollers) {
 				p := l.pollers[l.index]
 				l.index++
-				l.current = &p.h
+				l.begins(&p.h)
 				if p.p.Poll(l.now) {
 					l.busy = true
 					if p != l.worker && p.mail == nil {
@@ -65,7 +65,7 @@ func (l *Loop) pass(block bool) (complete bool) {
 			for l.index < len(l.hooks) {
 				k := l.hooks[l.index]
 				l.index++
-				l.current = &k.h
+				l.begins(&k.h)
 				k.f()
 				l.current = nil
 				l.blamed = nil
@@ -87,7 +87,7 @@ func (l *Loop) pass(block bool) (complete bool) {
 				p := l.pollers[l.index]
 				l.index++
 				l.prepared = l.index
-				l.current = &p.h
+				l.begins(&p.h)
 				if p.p.Prepare() {
 					l.mayWork = true
 				}
@@ -97,6 +97,9 @@ func (l *Loop) pass(block bool) (complete bool) {
 			l.enter(stageSleep)
 		case stageSleep:
 			if !l.mayWork {
+				if l.sample.on {
+					l.stopSample()
+				}
 				l.sleep()
 			}
 			l.enter(stageResume)
@@ -104,7 +107,7 @@ func (l *Loop) pass(block bool) (complete bool) {
 			for l.index < l.prepared && l.index < len(l.pollers) {
 				p := l.pollers[l.index]
 				l.index++
-				l.current = &p.h
+				l.begins(&p.h)
 				p.p.Resume()
 				l.current = nil
 				l.blamed = nil
@@ -116,12 +119,21 @@ func (l *Loop) pass(block bool) (complete bool) {
 	}
 }
 
+// begins records that a handler is about to run.
+func (l *Loop) begins(h *handler) {
+	l.current = h
+	if l.sample.on {
+		l.switchMeter(h.meter)
+	}
+}
+
 func (l *Loop) enter(s stage) { l.stage, l.index = s, 0 }
 
 // begin starts an iteration: time, and epoll unless sleep has just filled the event list.
 func (l *Loop) begin() {
 	l.now = l.clock.Now()
 	l.busy = false
+	l.nextSample()
 	if l.nev > 0 {
 		return
 	}
@@ -204,7 +216,7 @@ func (l *Loop) runEvent(ev *unix.EpollEvent) {
 		return
 	}
 	l.busy = true
-	l.current = &w.h
+	l.begins(&w.h)
 	w.ready()
 	l.current = nil
 	l.blamed = nil
@@ -221,7 +233,7 @@ func (l *Loop) runPost() bool {
 		close(d.done)
 		return true
 	}
-	l.current = &postHandler
+	l.begins(&postHandler)
 	p.f()
 	l.current = nil
 	l.blamed = nil
@@ -238,7 +250,7 @@ func (l *Loop) runTimers() {
 			return
 		}
 		l.busy = true
-		l.current = &t.h
+		l.begins(&t.h)
 		t.f(l.now)
 		l.current = nil
 		l.blamed = nil

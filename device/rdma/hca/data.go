@@ -70,6 +70,7 @@ type dataSide struct {
 	// Set by loops, read by control.
 	broken     atomic.Bool // see stopped; a reset clears it
 	cqFailures atomic.Uint64
+	meter      loop.Meter // the loops' time for this device
 	rejected   rejectCounts
 	conns      connections
 	// faultCounts has an element for each side of each QP index (see guestFault's

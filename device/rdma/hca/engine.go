@@ -106,11 +106,11 @@ func newEngine(d *dataSide, id int, loop *loop.Loop) *engine {
 
 // start attaches the engine to its loop.
 func (e *engine) start() {
-	fault := e.faultOption()
-	e.inbox = loop.NewMailbox(e.loop, inboxFrames, e.receive, e.releaseBuf, loop.Name("hca inbox"), fault)
+	fault, meter := e.faultOption(), loop.Metered(&e.dev.meter)
+	e.inbox = loop.NewMailbox(e.loop, inboxFrames, e.receive, e.releaseBuf, loop.Name("hca inbox"), fault, meter)
 	e.inbox.Weigh((*frame.Buf).Segments)
-	e.loop.AddPoller(e, loop.Name("hca"), fault)
-	e.notices = loop.NewMailbox(e.loop, noticeSlots, e.onNotice, nil, loop.Name("hca events"), fault)
+	e.loop.AddPoller(e, loop.Name("hca"), fault, meter)
+	e.notices = loop.NewMailbox(e.loop, noticeSlots, e.onNotice, nil, loop.Name("hca events"), fault, meter)
 }
 
 // stop detaches the engine from its loop; it has no QP any more.
@@ -454,7 +454,11 @@ func (e *engine) on(f func() error) (err error) {
 // device stops as after a fault in a handler; the error is a translate.ErrMemoryGone. What f has left half done lasts
 // until the reset, so f leaves nothing that wipe cannot remove.
 func (e *engine) visit(f func()) error {
-	err := e.loop.Do(f)
+	err := e.loop.Do(func() {
+		prev := e.loop.Charge(&e.dev.meter)
+		f()
+		e.loop.Charge(prev)
+	})
 	var fault loop.Fault
 	if errors.As(err, &fault) {
 		e.loop.Visit(func() { e.onMemoryFault(fault) })

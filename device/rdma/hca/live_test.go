@@ -291,6 +291,11 @@ func TestDestroyUnderTraffic(t *testing.T) {
 	if steadyDone == 0 || steadyLast != guestdrv.WCSuccess {
 		t.Errorf("the steady connection: %d done, last status %q", steadyDone, steadyLast)
 	}
+	for i, h := range s.hosts { // there were far more passes than between two samples
+		if h.dev.Describe().EngineTime <= 0 {
+			t.Errorf("host %d: no time of engines", i)
+		}
+	}
 	for _, c := range []*client{a, b} {
 		if err := c.Close(); err != nil {
 			t.Error(err)

@@ -541,7 +541,8 @@ func (q *qp) start() error {
 	if err := q.adoptIndices(); err != nil {
 		return err
 	}
-	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption())
+	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption(),
+		loop.Metered(&q.engine.dev.meter))
 	q.t = roce.NewQP(q.transport(&q.engine.stats), q)
 	d.publish(q)
 	q.engine.qps++

@@ -22,7 +22,8 @@ func (eq *eventQueue) start(q *virtq.Queue) (err error) {
 		}
 		if fd := q.KickFD(); fd >= 0 {
 			var w *loop.Watch
-			if w, err = eq.engine.loop.Watch(fd, eq.kicked, loop.Name("hca event kick"), eq.engine.faultOption()); err != nil {
+			if w, err = eq.engine.loop.Watch(fd, eq.kicked, loop.Name("hca event kick"), eq.engine.faultOption(),
+				loop.Metered(&eq.engine.dev.meter)); err != nil {
 				return
 			}
 			eq.watch = w
@@ -68,7 +69,8 @@ func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
 			err = fmt.Errorf("hca: doorbell queue %d runs already", q.Index())
 		case fd >= 0:
 			// The kick does nothing by itself: it wakes the loop, which then polls.
-			e.dbWatch, err = e.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("hca doorbell kick"), e.faultOption())
+			e.dbWatch, err = e.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("hca doorbell kick"), e.faultOption(),
+				loop.Metered(&e.dev.meter))
 		}
 	})
 	return err

@@ -36,6 +36,8 @@ type Status struct {
 	Faults        FaultStatus `json:"faults"`
 	// HostMemory is what the objects above occupy in this process, and its limit.
 	HostMemory translate.AccountStatus `json:"host_memory"`
+	// EngineTime is how long engines worked for the device since it was made: an estimate, see loop.Meter.
+	EngineTime time.Duration `json:"engine_time_ns"`
 	// Stats are the driver's counters; local_messages and local_bytes (requests that were
 	// copied to another VM's memory instead of sent as frames; they count as packets, too);
 	// and of congestion control np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled.
@@ -165,6 +167,7 @@ func (d *Device) Describe() Status {
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
 		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
 		PortMTU: d.data.portMTU(), Stats: map[string]uint64{}, HostMemory: d.account.Status(),
+		EngineTime: d.data.meter.Time(),
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {

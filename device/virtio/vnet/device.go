@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 
@@ -59,6 +60,7 @@ type Device struct {
 	log   hclog.Logger
 	pairs []*pair
 	owner *loop.Owner
+	meter loop.Meter // the loops' time for this device
 
 	// Written by the connection's goroutine, read for status.
 	connected atomic.Bool
@@ -272,7 +274,9 @@ type Status struct {
 	Connected bool     `json:"connected"`
 	Features  string   `json:"features,omitempty"`
 	Pairs     []string `json:"pairs"` // each "stopped", "rx", "tx" or "rx+tx"
-	Broken    string   `json:"broken,omitempty"`
+	// EngineTime is how long engines worked for the device since it was made: an estimate, see loop.Meter.
+	EngineTime time.Duration `json:"engine_time_ns"`
+	Broken     string        `json:"broken,omitempty"`
 }
 
 // Up reports whether a guest's driver sends and receives.
@@ -280,7 +284,7 @@ func (s *Status) Up() bool { return slices.Contains(s.Pairs, "rx+tx") }
 
 // Describe returns a snapshot. Callable from any goroutine.
 func (d *Device) Describe() Status {
-	s := Status{Connected: d.connected.Load()}
+	s := Status{Connected: d.connected.Load(), EngineTime: d.meter.Time()}
 	if f := d.features.Load(); f != 0 {
 		s.Features = fmt.Sprintf("%#x", f)
 	}

@@ -60,13 +60,13 @@ type pair struct {
 
 func newPair(d *Device, i int, l *loop.Loop) *pair {
 	p := &pair{d: d, i: i, loop: l}
-	p.mail = loop.NewMailbox(l, mailboxSize, p.receive, (*frame.Buf).Free, loop.Name("vnet mailbox"),
-		loop.OnFault(d.ownFault))
+	fault, meter := loop.OnFault(d.ownFault), loop.Metered(&d.meter)
+	p.mail = loop.NewMailbox(l, mailboxSize, p.receive, (*frame.Buf).Free, loop.Name("vnet mailbox"), fault, meter)
 	p.held = make([]*frame.Buf, 0, heldFrames)
 	p.rxWait.init(p, p.resumeRx)
 	p.txWait.init(p, p.resumeTx)
-	p.wakeups = loop.NewMailbox(l, 8, p.wakeup, nil, loop.Name("vnet faults"), loop.OnFault(d.ownFault))
-	p.hook = l.AtFlush(p.flush, loop.Name("vnet flush"), loop.OnFault(d.ownFault))
+	p.wakeups = loop.NewMailbox(l, 8, p.wakeup, nil, loop.Name("vnet faults"), fault, meter)
+	p.hook = l.AtFlush(p.flush, loop.Name("vnet flush"), fault, meter)
 	return p
 }
 
@@ -117,7 +117,8 @@ func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 	q.OnlyReads()
 	if fd := q.KickFD(); fd >= 0 {
 		// The poller does the work; the kick only wakes the loop.
-		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("vnet kick"))
+		w, err := p.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Name("vnet kick"),
+			loop.Metered(&p.d.meter))
 		if err != nil {
 			return err
 		}
@@ -125,7 +126,8 @@ func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 	} else {
 		// The driver asks to be polled (SET_VRING_KICK without a descriptor). Once a millisecond is a compromise with
 		// the processor time of an idle host.
-		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, loop.Name("vnet poll timer"))
+		p.timer = p.loop.NewTimer(func(now int64) { p.timer.Arm(now + pollPeriod) }, loop.Name("vnet poll timer"),
+			loop.Metered(&p.d.meter))
 	}
 	p.visit(func() {
 		p.tx, p.txTakes = q, hostTakes(features)
@@ -134,7 +136,7 @@ func (p *pair) startTx(q *virtq.Queue, features uint64) error {
 			p.timer.Arm(p.loop.Now() + pollPeriod)
 		}
 	})
-	p.loop.AddPoller(p, loop.Name("vnet transmit"), loop.OnFault(p.txFault))
+	p.loop.AddPoller(p, loop.Name("vnet transmit"), loop.OnFault(p.txFault), loop.Metered(&p.d.meter))
 	p.loop.Wake() // chains already in the ring were not announced
 	return nil
 }

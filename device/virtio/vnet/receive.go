@@ -40,9 +40,10 @@ func (p *pair) receive(b *frame.Buf) {
 // deliver calls put with the declarations for an access to guest memory.
 func (p *pair) deliver(q *virtq.Queue, b *frame.Buf) (done bool) {
 	// The caller may be another VM's transmit: if this guest's memory has vanished, this device must stop.
-	prev := p.loop.Blame(p.d.owner)
+	prev, other := p.loop.Blame(p.d.owner), p.loop.Charge(&p.d.meter)
 	p.enterRx(q)
 	done = p.put(q, b)
+	p.loop.Charge(other)
 	p.loop.Blame(prev)
 	return done
 }

@@ -62,6 +62,23 @@ func TestFramesBetweenVMs(t *testing.T) {
 	}
 }
 
+// The engines' time counts for the VM that sends and for the one that receives, also in the sender's handler.
+func TestEngineTime(t *testing.T) {
+	h := newHost(t, 1, true)
+	a, b := h.vm(1, 1).boot(0, 12000, 4), h.vm(2, 1).boot(0, 12000, 100)
+	for n, before := 0, b.dev.Describe().EngineTime; ; n++ { // a sample is due within 127 passes
+		a.send(0, buildFrame(b.mac, a.mac, mtu, byte(n)))
+		b.recv(0)
+		if n >= 200 && a.dev.Describe().EngineTime > 0 && b.dev.Describe().EngineTime > before {
+			return
+		}
+		if n == 100000 {
+			t.Fatalf("after %d frames: %v for the sender, %v for the receiver", n, a.dev.Describe().EngineTime,
+				b.dev.Describe().EngineTime)
+		}
+	}
+}
+
 // TestBadFrames: bad frames are dropped and counted, without other effects.
 func TestBadFrames(t *testing.T) {
 	h := newHost(t, 1, true)

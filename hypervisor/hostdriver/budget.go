@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -35,9 +36,10 @@ var ErrBudget = errors.New("memory budget exceeded")
 //
 // Lock order: Driver.mu, Budget.making, Host.mu, Budget.mu, then mappedTotal.mu and translate's.
 type Budget struct {
-	limit  uint64 // 0: none
-	shared uint64 // bound of mapped, 0: none; set before the first Driver
-	host   *Host  // nil: none; likewise
+	limit  uint64            // 0: none
+	shared uint64            // bound of mapped, 0: none; set before the first Driver
+	host   *Host             // nil: none; likewise
+	work   *worktime.Account // of the VM; nil: none; likewise
 	space  *mappedTotal
 	fill   func(b []byte) (read bool, err error)
 
@@ -82,6 +84,9 @@ func NewBudget(limit uint64) *Budget {
 		changed: make(chan struct{}), drivers: make(map[*Driver]struct{}),
 		mappings: make(map[mappingKey]*mapping), files: make(map[fileKey]*keptFile)}
 }
+
+// SetWork sets the account of the processor time that paging takes. It is called before the first Driver exists.
+func (b *Budget) SetWork(a *worktime.Account) { b.work = a }
 
 // granule is the unit in which memory becomes resident and is evicted.
 type granule struct {

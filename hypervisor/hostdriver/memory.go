@@ -10,6 +10,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -194,6 +195,8 @@ func (b *Budget) keep(key fileKey, fd int) (*keptFile, error) {
 
 // close unmaps the memory, which nothing uses and no connection has any more.
 func (m *mapping) close() {
+	w := m.b.work.Start(worktime.Paging)
+	defer w.Stop()
 	if err := unix.Munmap(m.whole); err != nil {
 		m.log.Error("munmap", "mapping", hclog.Fmt("%+v", m.key), "err", err)
 	}
@@ -284,6 +287,8 @@ var ErrShort = errors.New("host memory is short")
 // from the swap device or the file. Its error is translate.ErrMemoryGone if that memory does not exist any more, or
 // ErrShort.
 func (m *mapping) populate(i uint64) (read bool, err error) {
+	w := m.b.work.Start(worktime.Paging)
+	defer w.Stop()
 	b := m.bytes(i)
 	read, err = m.b.fill(b)
 	for tries := 0; tries < 100 && (errors.Is(err, unix.EINTR) || errors.Is(err, unix.EAGAIN)); tries++ {
@@ -368,6 +373,8 @@ func (m *mapping) incomplete(is ...uint64) (holes []uint64) {
 
 // discard removes granule i from our page table. The kernel may then swap it; its content stays in the file.
 func (m *mapping) discard(i uint64) {
+	w := m.b.work.Start(worktime.Paging)
+	defer w.Stop()
 	b := m.bytes(i)
 	err := unix.Madvise(b, unix.MADV_DONTNEED_LOCKED)
 	if errors.Is(err, unix.EINVAL) {

@@ -213,7 +213,9 @@ func (se *session) withdraw(r mapped) error {
 			}
 		}
 	}
-	if err := se.mem.RemoveSlot(r.GuestPA, r.Size, r.UserAddr); err != nil {
+	// The host driver counts what unmapping takes.
+	err := se.watch.Without(func() error { return se.mem.RemoveSlot(r.GuestPA, r.Size, r.UserAddr) })
+	if err != nil {
 		return err
 	}
 	se.regions = slices.DeleteFunc(se.regions, func(o mapped) bool { return o == r })

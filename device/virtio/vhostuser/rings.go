@@ -277,13 +277,15 @@ func (se *session) setLive(live bool) {
 }
 
 // hold makes the ring resident until release, because a loop accesses it all the time.
-func (se *session) hold(r *ring) (err error) {
-	for k, a := range r.areas {
-		if r.holds[k], err = se.mem.Hold(se.srv.ctx, a.pa, a.n); err != nil {
-			return err
+func (se *session) hold(r *ring) error {
+	return se.watch.Without(func() (err error) { // the host driver counts what paging takes
+		for k, a := range r.areas {
+			if r.holds[k], err = se.mem.Hold(se.srv.ctx, a.pa, a.n); err != nil {
+				return err
+			}
 		}
-	}
-	return nil
+		return nil
+	})
 }
 
 // release ends hold.

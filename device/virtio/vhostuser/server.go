@@ -16,6 +16,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -37,6 +38,8 @@ type Config struct {
 	// Budget, if set, bounds what the device keeps resident of the guest's
 	// memory (PF-15); the servers of one VM share it.
 	Budget *hostdriver.Budget
+	// Work, if set, counts the processor time of the connection; the servers of one VM share it.
+	Work *worktime.Account
 	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed accepts only memory files that
 	// cannot shrink, which are memfds, and seals them against holes and new writable mappings when the first ring
 	// starts: for front ends that are not trusted (with a file of a slow or hostile file system, or one from which

@@ -11,6 +11,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -35,6 +36,7 @@ type session struct {
 	sealed       bool // the memory files are sealed against holes, see seal
 
 	backend backend
+	watch   worktime.Watch // of the message that is being handled
 
 	kept    keeping
 	trial   *trial // nil: the connection is not resumed
@@ -132,16 +134,23 @@ func (se *session) converse(kept Kept) error {
 
 // teardown releases everything of this connection, in the order of dependence: queues, device, memory, channel.
 func (se *session) teardown() {
+	defer se.measure()()
 	se.handOver()
 	se.kept.end(se.regions)
 	se.stopAll()
 	se.dev.Disconnected()
-	se.mem.Close()
+	_ = se.watch.Without(func() error { se.mem.Close(); return nil })
 	for i := range se.rings {
 		se.rings[i].close()
 	}
 	// This tells the front end that its memory is no longer accessed, so it comes last.
 	se.backend.close()
+}
+
+// measure counts the work of the connection's goroutine until stop.
+func (se *session) measure() (stop func()) {
+	se.watch = se.srv.cfg.Work.Start(worktime.Messages)
+	return se.watch.Stop
 }
 
 // Space implements Conn.
@@ -164,6 +173,7 @@ func (se *session) ConfigChanged() { se.backend.configChanged(se.log) }
 
 // handle executes one request and replies. An error ends the connection.
 func (se *session) handle(m *Message) error {
+	defer se.measure()()
 	ru := rules[m.Request]
 	if ru.proto != 0 && se.proto&ru.proto == 0 {
 		return protoErr("%v without protocol feature %#x, which it belongs to", m.Request, ru.proto)

@@ -27,6 +27,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -52,6 +53,7 @@ type rigConfig struct {
 	budget uint64 // bytes of each host's memory that the device may keep resident; 0: all
 	driver guestdrv.Config
 	spin   time.Duration
+	work   func() *worktime.Account // of each host; nil: none
 }
 
 // rig is a network with several HCAs, each with a driver, in one process but with real sockets between driver and
@@ -88,6 +90,7 @@ type host struct {
 
 	attribute translate.Attribute
 	rig       *rig
+	work      *worktime.Account
 	kept      *testutil.Keeper
 	replacing sync.Mutex
 	posted    atomic.Int64
@@ -214,6 +217,9 @@ func (r *rig) attach(i int, s *site) *host {
 		rig:  r,
 		kept: testutil.NewKeeper(r.tb),
 	}
+	if r.cfg.work != nil {
+		h.work = r.cfg.work()
+	}
 	var err error
 	h.port, err = vswitch.NewVMPort(s.net, vswitch.VMPortConfig{Name: fmt.Sprintf("h%d", i), MAC: vswitch.MAC(h.mac),
 		Loop: s.loops[i%len(s.loops)]})
@@ -234,7 +240,7 @@ func (r *rig) serve(h *host, kept vhostuser.Kept) {
 	h.hca, err = hca.New(hca.Config{
 		Name: name, MAC: h.mac, Loops: h.site.loops, Pool: h.site.pool, MTU: h.site.net.MTU, Limits: r.cfg.limits,
 		Version: "test", DataPath: &hca.DataPath{LocalCopy: localPath, ECN: ways.ECN(),
-			SelectiveRepeat: ways.SelectiveRepeat()}, Log: r.log.Named(name),
+			SelectiveRepeat: ways.SelectiveRepeat()}, Log: r.log.Named(name), Work: h.work,
 	})
 	if err != nil {
 		r.tb.Fatal(err)
@@ -243,7 +249,7 @@ func (r *rig) serve(h *host, kept vhostuser.Kept) {
 	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Attribute: &h.attribute,
-		Budget: hostdriver.NewBudget(r.cfg.budget), Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept}, h.hca, 0)
+		Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept}, h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}

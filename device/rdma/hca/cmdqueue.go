@@ -16,6 +16,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -49,6 +50,8 @@ type job struct {
 	drain *translate.Drain
 	since time.Time
 	warn  time.Duration // age at which the next warning is logged
+
+	admitted bool // it has waited for its share of processor time, or need not (paced.go)
 
 	// Waiting for host memory (aside.go).
 	stage  stage
@@ -86,6 +89,7 @@ type commandLoop struct {
 	req     []byte // of the command that is being executed for the first time
 	free    []*job
 	waiting []*job // for releases, oldest first
+	paced   pacedJobs
 	aside   []*job // for host memory
 	popped  uint64 // job.seq of the last chain
 	unsent  bool   // answers are in the used ring and not signalled yet
@@ -165,8 +169,10 @@ func (c *commandLoop) rounds() {
 // round executes and answers all commands that it can, and sets a deadline for the next
 // round if no signal will announce it. It returns true when the queue stops.
 func (c *commandLoop) round() (stopped bool) {
+	w := c.d.cfg.Work.Start(worktime.Commands)
+	defer w.Stop() // also after a panic
 	for c.ctx.Err() == nil {
-		err := c.serve()
+		err := c.serve(&w)
 		progress := c.complete()
 		c.signal()
 		if progress && err == nil {
@@ -190,18 +196,30 @@ func (c *commandLoop) round() (stopped bool) {
 		if again > 0 {
 			_ = c.wake.SetDeadline(time.Now().Add(again))
 		}
+		w.Stop() // what is charged now counts for the delay
+		c.wakeForPaced()
 		return false
 	}
 	return true
 }
 
 // serve executes all available commands while jobs are free. Waiting commands are completed
-// in between, because a guest can post commands without end.
-func (c *commandLoop) serve() error {
-	for c.ctx.Err() == nil && len(c.waiting)+len(c.aside) < maxJobs {
+// in between, and the work is charged, because a guest can post commands without end.
+func (c *commandLoop) serve(w *worktime.Watch) error {
+	for n := 1; c.ctx.Err() == nil && len(c.waiting)+len(c.aside) < maxJobs; n++ {
+		if n%chargeEvery == 0 {
+			w.Lap()
+		}
 		c.complete()
 		if err := c.q.Broken(); err != nil {
 			return err
+		}
+		if j := c.admit(); j != nil {
+			c.begin(j)
+			continue
+		}
+		if len(c.paced.jobs) >= maxPaced {
+			return nil
 		}
 		j := c.job()
 		if ok, err := c.pop(j); err != nil || !ok {
@@ -242,6 +260,11 @@ func (c *commandLoop) begin(j *job) {
 		c.drop(j, err)
 		return
 	}
+	if !j.admitted && c.exceeds(c.req[:n]) {
+		c.pace(j)
+		return
+	}
+	j.admitted = true
 	j.req = c.req[:n]
 	if c.unsent && !instant(j.req) {
 		c.signal()
@@ -284,7 +307,7 @@ func (c *commandLoop) run(j *job) {
 
 // overtake records in jobs whose request is not read yet that j, a later command, has removed pages.
 func (c *commandLoop) overtake(j *job) {
-	for _, x := range c.aside {
+	for _, x := range slices.Concat(c.aside, c.paced.jobs) {
 		if x.stage == stageRead && x.seq < j.seq && !x.wasOvertaken(j.cleared) {
 			x.overtaken = append(x.overtaken, j.cleared)
 		}
@@ -363,6 +386,7 @@ func (c *commandLoop) finish() {
 	ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 	defer cancel()
 	c.stopping = ctx
+	c.finishPaced()
 	c.finishAside()
 	for _, j := range c.waiting {
 		if err := j.drain.Wait(ctx); err != nil {

@@ -20,6 +20,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -52,6 +53,8 @@ type Config struct {
 	Limits Limits
 	// Account is charged with what the VM makes the device allocate; nil: the device makes one with Limits.Memory.
 	Account *translate.Account
+	// Work counts the processor time of the VM's commands, and delays them beyond their share; nil: neither.
+	Work *worktime.Account
 	// Version is shown to the driver (at most 23 bytes).
 	Version string
 	// Log may be nil.

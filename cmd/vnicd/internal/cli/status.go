@@ -159,6 +159,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 			v.HCA.MRs, v.HCA.MTTs, len(v.HCA.QPs))
 	}
 	showHostMemory(w, &v.HCA.HostMemory)
+	showTime(w, v)
 	for _, g := range v.HCA.GIDs {
 		fmt.Fprintf(w, "    gid %s\n", g)
 	}
@@ -204,6 +205,22 @@ func showHostMemory(w io.Writer, a *translate.AccountStatus) {
 			before = ":"
 		}
 		fmt.Fprintf(w, "%s %s %s", before, k, mib(a.By[k]))
+	}
+	fmt.Fprintln(w)
+}
+
+// showTime shows the processor time that the VM causes.
+func showTime(w io.Writer, v *daemon.VMStatus) {
+	fmt.Fprint(w, "    processor time")
+	if !v.IsApplication() {
+		fmt.Fprintf(w, " net %s,", short(v.Net.EngineTime))
+	}
+	fmt.Fprintf(w, " hca %s on engines;", short(v.HCA.EngineTime))
+	c := &v.Control
+	fmt.Fprintf(w, " commands %s, messages %s, paging %s, commands may use %d%%", short(c.Commands), short(c.Messages),
+		short(c.Paging), c.Percent)
+	if c.Delayed > 0 {
+		fmt.Fprintf(w, ", %d delayed", c.Delayed)
 	}
 	fmt.Fprintln(w)
 }

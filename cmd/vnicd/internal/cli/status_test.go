@@ -7,14 +7,18 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
 func TestShowFaults(t *testing.T) {
 	dma := daemon.DMAStatus{Attribute: translate.UplinkReadOnly, Refused: translate.Denied{Reads: 1, Writes: 23}}
-	v := &daemon.VMStatus{Name: "vm1", DMA: dma, HCA: hca.Status{
-		QPs:   []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
-		Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
+	control := worktime.Status{Percent: 50, Delayed: 6, Commands: 1234567 * time.Nanosecond,
+		Messages: 2 * time.Second, Paging: 3 * time.Minute}
+	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", DMA: dma, Control: control, HCA: hca.Status{
+		EngineTime: 1500 * time.Microsecond,
+		QPs:        []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
+		Stats:      map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
 		HostMemory: translate.AccountStatus{Limit: 300 << 20, Used: 5 << 20, Most: 6 << 20, Refused: 8,
 			By: map[string]uint64{"device": 1 << 20, "qps": 4 << 20}},
 		Faults: hca.FaultStatus{
@@ -31,6 +35,7 @@ func TestShowFaults(t *testing.T) {
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",
+		"    processor time net 0s, hca 1.5ms on engines; commands 1.23ms, messages 2s, paging 3m0s, commands may use 50%, 6 delayed\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",
 		"    guest  5 raised  3 resumed  1 failed  1 waiting  mean 12.3µs  median 0s  99% 0s  max 2ms\n",
 		"    host   4 raised  4 resumed  0 failed  0 waiting",

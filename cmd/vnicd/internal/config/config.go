@@ -244,6 +244,8 @@ type Limits struct {
 	Memory uint64
 	// HostMemory bounds the bytes of the daemon that the VM's objects occupy.
 	HostMemory uint64
+	// ControlTime is the percentage of one processor that the VM's commands may use, 1..100.
+	ControlTime int
 }
 
 // NetSocket is the path of the VM's virtio-net vhost-user socket.

@@ -46,7 +46,7 @@ networks:
     storm: 500
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB, host-memory: 64MiB}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB, host-memory: 64MiB, control-time: 5%}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
 `
 
 func TestParseGood(t *testing.T) {
@@ -69,11 +69,11 @@ func TestParseGood(t *testing.T) {
 	}
 	b, err := c.VM("b")
 	if want := (Limits{QPs: 64, AHs: 32, Pages: 1000, Messages: 10000, Memory: 64 << 30,
-		HostMemory: 64 << 20}); err != nil || b.Limits != want {
+		HostMemory: 64 << 20, ControlTime: 5}); err != nil || b.Limits != want {
 		t.Errorf("VM b: %+v, %v", b, err)
 	}
 	if a, err := c.VM("a"); err != nil || a.Queues != 1 || a.MemoryWeight != 100 || a.Limits.Memory != 0 ||
-		a.DMA != translate.UplinkReadWrite {
+		a.Limits.ControlTime != 0 || a.DMA != translate.UplinkReadWrite {
 		t.Errorf("VM a: %+v, %v", a, err)
 	}
 	if got := c.HCASocket(b); got != "/run/v/b.hca" {
@@ -280,6 +280,9 @@ func TestParseMistakes(t *testing.T) {
 		{"budget unit of 1000", vm("memory-budget: 256MB"), "memory-budget must be"},
 		{"host-memory unit", vm("limits: {host-memory: 300}"),
 			`x.yaml:6: limits host-memory must be a whole number of KiB, MiB, GiB or TiB, at least 1 MiB, such as 256MiB, found "300"`},
+		{"control-time unit", vm("limits: {control-time: 0.5}"),
+			`x.yaml:6: limits control-time must be a whole percentage, 1% to 100%, such as 10%, found "0.5"`},
+		{"control-time none", vm("limits: {control-time: 0%}"), "limits control-time must be"},
 		{"host-memory small", vm("limits: {host-memory: 1000KiB}"), "limits host-memory must be"},
 		{"budget fraction", vm("memory-budget: 1.5GiB"), "memory-budget must be"},
 		{"budget small", vm("memory-budget: 4095KiB"), "memory-budget must be"},

@@ -625,14 +625,15 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 		},
 		"limits": func(n *yaml.Node) {
 			p.mapping(n, "limits", map[string]func(*yaml.Node){
-				"qps":         number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
-				"cqs":         number(p, "limits cqs", 2, maxQPs, &vm.Limits.CQs),
-				"mrs":         number(p, "limits mrs", 1, maxMRs, &vm.Limits.MRs),
-				"ahs":         number(p, "limits ahs", 2, maxAHs, &vm.Limits.AHs),
-				"pages":       number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
-				"host-memory": p.size("limits host-memory", 1<<20, &vm.Limits.HostMemory),
-				"memory":      p.size("limits memory", 1<<20, &vm.Limits.Memory),
-				"messages":    number(p, "limits messages", 1, hca.MaxMessages, &vm.Limits.Messages),
+				"qps":          number(p, "limits qps", 2, maxQPs, &vm.Limits.QPs),
+				"cqs":          number(p, "limits cqs", 2, maxQPs, &vm.Limits.CQs),
+				"mrs":          number(p, "limits mrs", 1, maxMRs, &vm.Limits.MRs),
+				"ahs":          number(p, "limits ahs", 2, maxAHs, &vm.Limits.AHs),
+				"pages":        number(p, "limits pages", 1, 1<<36, &vm.Limits.Pages),
+				"host-memory":  p.size("limits host-memory", 1<<20, &vm.Limits.HostMemory),
+				"memory":       p.size("limits memory", 1<<20, &vm.Limits.Memory),
+				"control-time": p.percent("limits control-time", &vm.Limits.ControlTime),
+				"messages":     number(p, "limits messages", 1, hca.MaxMessages, &vm.Limits.Messages),
 			})
 		},
 	}

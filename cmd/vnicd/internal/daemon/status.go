@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -56,6 +57,8 @@ type VMStatus struct {
 
 	Memory hostdriver.Status `json:"memory"`
 	DMA    DMAStatus         `json:"dma"`
+
+	Control worktime.Status `json:"control"` // processor time outside of the engines
 }
 
 // DMAStatus is what a VM's devices may do to its memory (PF-3), and what was refused.
@@ -101,7 +104,7 @@ func (d *Daemon) Status() *Status {
 func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
 		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
-		HCA: v.hca.Describe(), Memory: v.budget.Status(),
+		HCA: v.hca.Describe(), Memory: v.budget.Status(), Control: v.work.Status(),
 		DMA: DMAStatus{v.attribute.Uplink(), v.attribute.Refused()},
 	}
 	if v.net != nil {

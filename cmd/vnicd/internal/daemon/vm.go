@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"sync"
@@ -14,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -27,6 +29,7 @@ type vm struct {
 	hca  *hca.Device
 
 	budget    *hostdriver.Budget  // of both sockets
+	work      *worktime.Account   // likewise, and of the HCA's commands
 	attribute translate.Attribute // likewise
 	changing  sync.Mutex          // one change of the attribute at a time; before Daemon.mu
 
@@ -45,6 +48,8 @@ func (d *Daemon) newVM(c *config.VM) (v *vm, err error) {
 		shared = hostdriver.DefaultShared()
 	}
 	v.budget.SetShared(shared)
+	v.work = worktime.New(worktime.Config{Percent: cmp.Or(c.Limits.ControlTime, worktime.DefaultPercent)})
+	v.budget.SetWork(v.work)
 	if c.Application != nil {
 		v.gvmi = translate.HostGVMI
 	} else if v.gvmi, err = d.freeGVMI(); err != nil {
@@ -107,7 +112,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		Name: "vnic0", MAC: [6]byte(c.MAC), Loops: d.loops, Pool: d.pool, MTU: v.mtu, Version: firmware(d.version),
 		Log: log.Named("hca"), DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN,
 			SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
-		Limits: limits, Account: account,
+		Limits: limits, Account: account, Work: v.work,
 	}); err != nil {
 		return err
 	}
@@ -133,7 +138,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	v.undo.push(func() { d.fronts.Delete(c.Name) })
 	socket := vhostuser.Config{
 		Path: d.cfg.HCASocket(c), Mode: d.cfg.SocketPermission(c), Owner: c.Owner, Log: log, VMs: d.gvms,
-		Attribute: &v.attribute, Budget: v.budget, SlotName: d.slotName,
+		Attribute: &v.attribute, Budget: v.budget, Work: v.work, SlotName: d.slotName,
 	}
 	if a := c.Application; a != nil {
 		socket.MaxMemory, socket.Sealed = a.Memory, true

@@ -150,6 +150,12 @@ var (
 	vmHostRefused = counter("vm_host_memory_refused_total", "Requests that limits.host-memory refused.", "vm")
 	vmHostWrong   = counter("vm_host_memory_miscounted_total", "Errors in this account: a bug in vnicd.", "vm")
 
+	vmControl = counter("vm_control_seconds_total",
+		"Processor time that the VM causes outside of the engines: commands, messages, paging.", "vm", "kind")
+	vmDelayed = counter("vm_control_delayed_commands_total", "Commands that limits.control-time delayed.", "vm")
+	vmEngine  = counter("vm_engine_seconds_total",
+		"Time that engines work for a face of the VM's NIC, estimated from samples.", "vm", "face")
+
 	hcaLink = gauge("hca_link_up", "Whether the HCA's port is up: 0 while the VM's dma is blocked.", "vm")
 	hcaMTU  = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
 	hcaGIDs = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
@@ -423,6 +429,12 @@ func (e emitter) vm(v *daemon.VMStatus) {
 	e.yes(vmBroken, v.Net.Broken != "", v.Name, "net")
 	e.yes(vmBroken, v.HCA.Failed, v.Name, "hca")
 	e.hca(v.Name, &v.HCA)
+	e.time(vmControl, v.Control.Commands, v.Name, "commands")
+	e.time(vmControl, v.Control.Messages, v.Name, "messages")
+	e.time(vmControl, v.Control.Paging, v.Name, "paging")
+	e.count(vmDelayed, v.Control.Delayed, v.Name)
+	e.time(vmEngine, v.Net.EngineTime, v.Name, "net")
+	e.time(vmEngine, v.HCA.EngineTime, v.Name, "hca")
 
 	m := &v.Memory
 	e.count(memTarget, m.Target, v.Name)

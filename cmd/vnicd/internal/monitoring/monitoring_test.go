@@ -130,6 +130,7 @@ func filled() *daemon.Status {
 var notExported = regexp.MustCompile(`^(` + strings.Join([]string{
 	`pid`,                                                      // process_* has it
 	`engines\.(CPUs|Nice)`,                                     // configuration
+	`vms\.control\.percent`,                                    // likewise
 	`networks\.fdb\..*`,                                        // per address: unbounded
 	`networks\.(neighbours|flapping)\..*`,                      // likewise
 	`networks\.entries`,                                        // exported as learnt and static
@@ -407,6 +408,7 @@ func TestScrape(t *testing.T) {
 		`vnicd_vm_host_memory_limit_bytes{vm="one"}`:                     float64(vm.HCA.HostMemory.Limit),
 		`vnicd_vm_host_memory_bytes{kind="regions",vm="one"}`:            float64(vm.HCA.HostMemory.By["regions"]),
 		`vnicd_vm_host_memory_refused_total{vm="one"}`:                   0,
+		`vnicd_vm_control_delayed_commands_total{vm="one"}`:              0,
 		`vnicd_network_info{network="blue",vni="100"}`:                   1,
 
 		`vnicd_port_dropped_frames_total{kind="vm",network="blue",port="one",reason="not-ready"}`: nil,
@@ -422,6 +424,16 @@ func TestScrape(t *testing.T) {
 	for name := range vm.HCA.Stats {
 		if !strings.Contains(text, "\nvnicd_hca_"+name+"_total{") {
 			t.Errorf("the HCA's counter %s is not exported", name)
+		}
+	}
+	if c := vm.Control; c.Commands == 0 || c.Messages == 0 || c.Paging == 0 {
+		t.Errorf("no processor time: %+v", c)
+	}
+	for _, series := range []string{`control_seconds_total{kind="commands",vm="one"}`,
+		`control_seconds_total{kind="messages",vm="one"}`, `control_seconds_total{kind="paging",vm="one"}`,
+		`engine_seconds_total{face="hca",vm="one"}`, `engine_seconds_total{face="net",vm="one"}`} {
+		if !strings.Contains(text, "vnicd_vm_"+series) {
+			t.Errorf("vnicd_vm_%s is not exported", series)
 		}
 	}
 	if vm.HCA.Stats["guest_faults"] == 0 || vm.HCA.Faults.Host.Sum == 0 {

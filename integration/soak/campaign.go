@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"text/tabwriter"
 	"time"
 
 	"github.com/vnicd/vnicd/integration/lab"
@@ -21,15 +22,19 @@ type campaign struct {
 	name    string
 	episode func(ctx context.Context, s *stage, rng *rand.Rand) error
 	count   *atomic.Int64 // finished episodes
+	// restarts is set if the episodes restart daemons.
+	restarts bool
 }
 
 var campaigns = []campaign{
-	{"frontend", frontEndEpisode, new(atomic.Int64)},
-	{"guest", guestEpisode, new(atomic.Int64)},
-	{"network", networkEpisode, new(atomic.Int64)},
-	{"underlay", underlayEpisode, new(atomic.Int64)},
-	{"doors", doorsEpisode, new(atomic.Int64)},
-	{"bgp", bgpEpisode, new(atomic.Int64)},
+	{"frontend", frontEndEpisode, new(atomic.Int64), false},
+	{"guest", guestEpisode, new(atomic.Int64), false},
+	{"network", networkEpisode, new(atomic.Int64), false},
+	{"underlay", underlayEpisode, new(atomic.Int64), false},
+	{"doors", doorsEpisode, new(atomic.Int64), false},
+	{"bgp", bgpEpisode, new(atomic.Int64), false},
+	{"foreground", foregroundEpisode, new(atomic.Int64), true},
+	{"adoption", adoptionEpisode, new(atomic.Int64), true},
 }
 
 // An episode that lasts longer than this waits for a daemon that does not answer.
@@ -46,7 +51,6 @@ func (s *stage) attack(ctx context.Context, o options, chosen []campaign) error 
 		if before[i], err = measure(h); err != nil {
 			return err
 		}
-		fmt.Printf("%s before: %v\n", h.Name, before[i])
 	}
 
 	begin := time.Now()
@@ -75,9 +79,12 @@ func (s *stage) attack(ctx context.Context, o options, chosen []campaign) error 
 	if len(s.events) == 0 && ctx.Err() == nil {
 		s.observe(ctx, quiet, o.seed+2, nil)
 		s.table("after")
+		var after [2]resources
 		for i, h := range s.daemons() {
-			s.settle(ctx, h, before[i])
+			after[i] = s.settle(ctx, h, before[i])
 		}
+		fmt.Print(summary(s.daemons(), before, after, chosen))
+		s.restarted()
 	}
 	for _, h := range s.daemons() {
 		s.searchLog(h)
@@ -127,9 +134,14 @@ func (s *stage) observe(ctx context.Context, d time.Duration, seed uint64, f fun
 // series runs episodes of one campaign, one after the other.
 func (s *stage) series(ctx context.Context, o options, c campaign) {
 	for i := o.first; ctx.Err() == nil && (o.episodes == 0 || i < o.first+o.episodes); i++ {
-		before := len(s.events)
+		before, at := len(s.events), s.disturbance()
 		err := s.once(ctx, c, rand.New(rand.NewPCG(o.seed, uint64(i))))
-		if err != nil && ctx.Err() == nil {
+		// What attackers meet during a restart is no event; what the restart itself reports is.
+		if err != nil && !c.restarts && s.disturbed(at) {
+			time.Sleep(20 * time.Millisecond)
+			continue // nobody was attacked
+		}
+		if err != nil && (c.restarts || ctx.Err() == nil) {
 			s.report(fmt.Sprintf("%s, episode %d", c.name, i), err)
 		}
 		if before == 0 && len(s.events) > 0 {
@@ -167,8 +179,7 @@ func (s *stage) once(ctx context.Context, c campaign, rng *rand.Rand) error {
 }
 
 // settle waits until a daemon has released what the attackers used.
-func (s *stage) settle(ctx context.Context, h *lab.Host, before resources) {
-	var after resources
+func (s *stage) settle(ctx context.Context, h *lab.Host, before resources) (after resources) {
 	var err error
 	for range 60 {
 		if after, err = measure(h); err == nil {
@@ -178,12 +189,34 @@ func (s *stage) settle(ctx context.Context, h *lab.Host, before resources) {
 		}
 		select {
 		case <-ctx.Done():
-			return
+			return after
 		case <-time.After(time.Second):
 		}
 	}
-	fmt.Printf("%s after:  %v\n", h.Name, after)
 	s.report(h.Name, err)
+	return after
+}
+
+// summary is what the daemons used before and after the attack, and how often they were attacked.
+func summary(hosts []*lab.Host, before, after [2]resources, cs []campaign) string {
+	var b strings.Builder
+	t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(t, "daemon\tdescriptors\tmappings\tthreads\tgoroutines\tRSS MiB\t")
+	for i, h := range hosts {
+		for _, x := range []struct {
+			when string
+			r    resources
+		}{{"before", before[i]}, {"after", after[i]}} {
+			fmt.Fprintf(t, "%s %s\t%d\t%d\t%d\t%d\t%d\t\n", h.Name, x.when, x.r.descriptors, x.r.mappings, x.r.threads,
+				x.r.goroutines, x.r.rssKiB>>10)
+		}
+	}
+	fmt.Fprintln(t, "campaign\tepisodes\t")
+	for _, c := range cs {
+		fmt.Fprintf(t, "%s\t%d\t\n", c.name, c.count.Load())
+	}
+	_ = t.Flush() // to memory
+	return b.String()
 }
 
 func progress(cs []campaign) string {
@@ -209,7 +242,7 @@ func (s *stage) keepLogs(dir string) {
 		return
 	}
 	for _, h := range s.daemons() {
-		if err := os.WriteFile(filepath.Join(dir, h.Name+".log"), []byte(h.Log()), 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, h.Name+".log"), []byte(s.logs(h)), 0o644); err != nil {
 			fmt.Fprintln(os.Stderr, "soak:", err)
 		}
 	}

@@ -277,11 +277,11 @@ func (g *hostileGuest) qpType() uint32 {
 
 // connect brings a queue pair to RTS, with an innocent as its peer as often as with itself.
 func (g *hostileGuest) connect(qpn uint32) {
-	target := g.s.pairs[g.rng.IntN(len(g.s.pairs))]
+	target := g.s.pairs[g.rng.IntN(len(g.s.pairs))].known.Load()
 	a := abi.QPAttr{QPN: qpn, PathMTU: uint8(1 + g.rng.IntN(5)), Timeout: 8, RetryCnt: 1, RNRRetry: uint8(g.rng.IntN(8)),
 		MinRNRTimer: 1, MaxRdAtomic: 4, MaxDestRdAtomic: 4, PortNum: 1, AccessFlags: 15, QKey: g.rng.Uint32(),
-		DestQPN: target.b.qp.Number(), RQPSN: g.rng.Uint32() & 0xffffff, SQPSN: g.rng.Uint32() & 0xffffff}
-	a.AV.DGID, a.AV.DMAC = target.b.path.GID, target.b.path.MAC
+		DestQPN: target.b, RQPSN: g.rng.Uint32() & 0xffffff, SQPSN: g.rng.Uint32() & 0xffffff}
+	a.AV.DGID, a.AV.DMAC = target.path.GID, target.path.MAC
 	a.AV.VLANID, a.AV.HopLimit = abi.NoVLAN, 64
 	if g.rng.IntN(2) == 0 {
 		a.DestQPN = qpn
@@ -371,15 +371,15 @@ func (g *hostileGuest) post() {
 	if err != nil {
 		return
 	}
-	target := g.s.pairs[g.rng.IntN(len(g.s.pairs))].b
+	target := g.s.pairs[g.rng.IntN(len(g.s.pairs))].known.Load()
 	for at := abi.RingDataOff; at+512 <= len(b); at += 512 {
 		w := b[at : at+512]
 		clear(w)
 		binary.LittleEndian.PutUint64(w[abi.SendWQEIDOff:], g.rng.Uint64())
 		binary.LittleEndian.PutUint32(w[abi.SendWQEOpcodeOff:], uint32(g.rng.IntN(20)))
 		binary.LittleEndian.PutUint32(w[abi.SendWQEFlagsOff:], uint32(g.rng.IntN(32)))
-		binary.LittleEndian.PutUint64(w[abi.SendWQERemoteAddrOff:], target.mr.Addr())
-		binary.LittleEndian.PutUint32(w[abi.SendWQERKeyOff:], target.mr.RKey()) // the innocent's
+		binary.LittleEndian.PutUint64(w[abi.SendWQERemoteAddrOff:], target.addr)
+		binary.LittleEndian.PutUint32(w[abi.SendWQERKeyOff:], target.rkey) // the innocent's
 		binary.LittleEndian.PutUint32(w[abi.SendWQEDMALengthOff:], g.rng.Uint32()>>g.rng.IntN(32))
 		binary.LittleEndian.PutUint32(w[abi.SendWQENumSGEOff:], uint32(g.rng.IntN(40)))
 		for i := range 4 {

@@ -12,6 +12,8 @@
 //	underlay.go  a local user of the peer host, and a peer that was taken over
 //	bgp.go       a BGP neighbour that was taken over
 //	doors.go     the control socket and the web page
+//	restart.go   daemons are killed and started again, and adopt what the attackers have left; outage.go: the innocents
+//	             meanwhile
 //	neighbour.go what a VM gets beside a hostile one, as a table
 //	sabotage.go  events made on purpose: a campaign that notices nothing proves nothing
 //
@@ -54,7 +56,7 @@ func main() {
 	flag.IntVar(&o.first, "first", 0, "number of each campaign's first episode")
 	flag.IntVar(&o.episodes, "episodes", 0, "episodes of each campaign (0: until the time is over)")
 	flag.StringVar(&o.dir, "dir", "build/soak-logs", "where logs are left if there is an event")
-	flag.StringVar(&o.sabotage, "sabotage", "", "cause an event, to see that it is noticed: corrupt, kill or stop")
+	flag.StringVar(&o.sabotage, "sabotage", "", "cause an event, to see that it is noticed: corrupt, kill, stop, or lose (with adoption or foreground)")
 	flag.BoolVar(&o.neighbour, "neighbour", false, "measure what a VM gets beside an idle, an honest and a hostile one")
 	flag.Parse()
 	if err := run(o); err != nil {
@@ -72,7 +74,7 @@ func run(o options) error {
 		return err
 	}
 	if _, ok := sabotages[o.sabotage]; !ok && o.sabotage != "" {
-		return fmt.Errorf("-sabotage: %q, want corrupt, kill or stop", o.sabotage)
+		return fmt.Errorf("-sabotage: %q, want corrupt, kill, stop or lose", o.sabotage)
 	}
 	if o.seed == 0 {
 		o.seed = uint64(time.Now().UnixNano())

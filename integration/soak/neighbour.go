@@ -143,7 +143,7 @@ func honest(ctx context.Context, s *stage, _ *rand.Rand) error {
 		return err
 	}
 	defer dev.Close()
-	p := &party{name: "mallory", dev: dev,
+	p := &party{name: "mallory", host: s.h1, dev: dev,
 		path: guestdrv.Path{GID: guestdrv.IPGID(netip.MustParseAddr("10.0.0.4")), MAC: dev.MAC()}}
 	if err := dev.SetGID(ctx, 0, p.path.GID, guestdrv.GIDOptions{}); err != nil {
 		return err

@@ -111,7 +111,7 @@ func split(rng *rand.Rand, pa translate.PA, n, k int) (bufs []frontend.Buf) {
 // with the keys and queue pair numbers of the innocents, noise; now and then cut short or spoilt.
 func hostileFrame(s *stage, rng *rand.Rand) []byte {
 	b := make([]byte, 2048)
-	target := s.pairs[rng.IntN(len(s.pairs))]
+	target := s.pairs[rng.IntN(len(s.pairs))].known.Load()
 	src := mac([]string{malloryMAC, malloryMAC, malloryMAC, aliceMAC, bobMAC, carolMAC}[rng.IntN(6)])
 	dst := mac([]string{aliceMAC, bobMAC, carolMAC, "ff:ff:ff:ff:ff:ff", "33:33:00:00:00:01"}[rng.IntN(5)])
 	eth := header.Ethernet{Dst: dst, Src: src, VLAN: header.NoVLAN}
@@ -148,7 +148,7 @@ func hostileFrame(s *stage, rng *rand.Rand) []byte {
 }
 
 // rocePacket writes a RoCEv2 packet to the innocent b of a pair and returns its length. Its ICRC is right.
-func rocePacket(b []byte, eth *header.Ethernet, target *pair, rng *rand.Rand) int {
+func rocePacket(b []byte, eth *header.Ethernet, target *identity, rng *rand.Rand) int {
 	const udpAt = header.IPv4Len
 	eth.Type = header.TypeIPv4
 	n := eth.Encode(b)
@@ -158,10 +158,10 @@ func rocePacket(b []byte, eth *header.Ethernet, target *pair, rng *rand.Rand) in
 	opcodes := []wire.Opcode{wire.OpRCWriteOnly, wire.OpRCSendOnly, wire.OpRCReadRequest, wire.OpRCFetchAdd, wire.OpRCAck,
 		wire.OpUCWriteOnly, wire.OpUDSendOnly, wire.Opcode(rng.Uint32())}
 	bth := wire.BTH{Opcode: opcodes[rng.IntN(len(opcodes))], Migrated: true, PKey: 0xffff,
-		DestQP: []uint32{target.b.qp.Number(), target.a.qp.Number(), 1, rng.Uint32() & 0xffffff}[rng.IntN(4)],
+		DestQP: []uint32{target.b, target.a, 1, rng.Uint32() & 0xffffff}[rng.IntN(4)],
 		AckReq: rng.IntN(2) == 0, PSN: rng.Uint32() & 0xffffff}
 	end := at + bth.Encode(b[at:])
-	reth := wire.RETH{VA: target.b.mr.Addr() + uint64(rng.IntN(area)), RKey: target.b.mr.RKey(),
+	reth := wire.RETH{VA: target.addr + uint64(rng.IntN(area)), RKey: target.rkey,
 		Length: uint32(rng.IntN(1024))}
 	end += reth.Encode(b[end:])
 	payload := rng.IntN(1024) &^ 3

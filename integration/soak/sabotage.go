@@ -1,6 +1,9 @@
 package main
 
 import (
+	"bytes"
+	"os"
+	"path/filepath"
 	"syscall"
 	"time"
 )
@@ -14,10 +17,19 @@ var sabotages = map[string]func(*stage){
 			time.Sleep(time.Millisecond)
 		}
 	},
-	"kill": func(s *stage) { _ = s.h1.Proc.Signal(syscall.SIGKILL) },
+	"kill": func(s *stage) { _ = s.proc(s.h1).Signal(syscall.SIGKILL) },
+	// The next daemon of a restart does not know an innocent VM any more.
+	"lose": func(s *stage) {
+		file := filepath.Join(s.h1.Dir, "vnicd.yaml")
+		text, err := os.ReadFile(file)
+		if err == nil {
+			err = os.WriteFile(file, bytes.ReplaceAll(text, []byte("name: alice"), []byte("name: alicia")), 0o644)
+		}
+		s.report("sabotage", err)
+	},
 	// A daemon that stands still for longer than operations may take.
 	"stop": func(s *stage) {
-		_ = s.h2.Proc.Signal(syscall.SIGSTOP)
-		time.AfterFunc(patience+10*time.Second, func() { _ = s.h2.Proc.Signal(syscall.SIGCONT) })
+		_ = s.proc(s.h2).Signal(syscall.SIGSTOP)
+		time.AfterFunc(patience+10*time.Second, func() { _ = s.proc(s.h2).Signal(syscall.SIGCONT) })
 	},
 }

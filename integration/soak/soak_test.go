@@ -1,9 +1,16 @@
 package main
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync/atomic"
 	"testing"
+
+	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/integration/lab"
 )
 
 func TestGrown(t *testing.T) {
@@ -71,6 +78,84 @@ func TestSplit(t *testing.T) {
 		}
 		if at != 4096+n {
 			t.Fatalf("%d bytes in all, want %d", at-4096, n)
+		}
+	}
+}
+
+// An interrupted operation has changed some bytes to what it was to write, and no byte to anything else.
+func TestTorn(t *testing.T) {
+	before, after := []byte{1, 2, 3, 4}, []byte{1, 9, 8, 4}
+	for _, good := range [][]byte{{1, 2, 3, 4}, {1, 9, 3, 4}, {1, 2, 8, 4}, {1, 9, 8, 4}} {
+		if i := torn(good, before, after); i >= 0 {
+			t.Errorf("%v is wrong at %d", good, i)
+		}
+	}
+	for _, c := range []struct {
+		got []byte
+		at  int
+	}{{[]byte{0, 2, 3, 4}, 0}, {[]byte{1, 8, 3, 4}, 1}, {[]byte{1, 9, 8, 5}, 3}} {
+		if i := torn(c.got, before, after); i != c.at {
+			t.Errorf("%v: wrong at %d, want %d", c.got, i, c.at)
+		}
+	}
+}
+
+// In an outage a pair may lose its connection and meet no other error.
+func TestLost(t *testing.T) {
+	for _, err := range []error{guestdrv.ErrDisconnected, guestdrv.WCWRFlushErr, guestdrv.WCRetryExcErr,
+		context.Canceled} {
+		if !lost(fmt.Errorf("WRITE of 8 bytes: %w", err)) {
+			t.Errorf("%v is an event", err)
+		}
+	}
+	for _, err := range []error{guestdrv.WCRemAccessErr, guestdrv.WCLocProtErr, guestdrv.ErrTimeout,
+		errors.New("the target differs at 7")} {
+		if lost(err) {
+			t.Errorf("%v is no event", err)
+		}
+	}
+}
+
+// A pair that runs parks when it is interrupted, one that does not run is parked already, and both go on afterwards.
+func TestOutage(t *testing.T) {
+	p := &pair{cut: func() {}}
+	p.expect()
+	p.interrupt() // returns: nothing runs
+	p.restored()
+	if p.expected() != nil {
+		t.Error("the outage is not over")
+	}
+
+	p.enter()
+	p.expect()
+	o := p.expected()
+	select {
+	case <-o.parked:
+		t.Error("a running pair is parked")
+	default:
+	}
+	done := make(chan struct{})
+	go func() { o.park(context.Background()); p.leave(); close(done) }()
+	p.interrupt()
+	p.restored()
+	<-done
+
+	p.enter()
+	p.expect()
+	p.leave() // its phase is over
+	p.interrupt()
+	p.restored()
+}
+
+func TestSummary(t *testing.T) {
+	var count atomic.Int64
+	count.Store(17)
+	got := summary([]*lab.Host{{Name: "s1"}}, [2]resources{{descriptors: 80, rssKiB: 30 << 10}},
+		[2]resources{{descriptors: 81, threads: 9, rssKiB: 40 << 10}}, []campaign{{name: "guest", count: &count}})
+	for _, want := range []string{"s1 before           80         0        0           0       30\n",
+		"s1 after           81         0        9           0       40\n", "guest           17\n"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q in\n%s", want, got)
 		}
 	}
 }

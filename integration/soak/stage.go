@@ -6,9 +6,11 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/vnicd/vnicd/device/frame/header"
-	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
 )
@@ -19,8 +21,15 @@ import (
 type stage struct {
 	*lab.Lab
 	h1, h2, eve *lab.Host
+	parties     []*party
 	pairs       []*pair
 	events      chan event
+
+	restarting sync.Mutex                  // one restart at a time
+	daemon     sync.RWMutex                // held for writing while a daemon is down: guards Host.Proc
+	windows    map[*lab.Host]*atomic.Int64 // restarts begun and ended: odd while one is in progress
+	outages    []time.Duration             // guarded by restarting
+	managers   int                         // made so far
 }
 
 const (
@@ -83,6 +92,7 @@ func newStage(ctx context.Context, o options) (*stage, error) {
 }
 
 func (s *stage) build(ctx context.Context) (err error) {
+	s.windows = map[*lab.Host]*atomic.Int64{}
 	for _, h := range []struct {
 		name string
 		host **lab.Host
@@ -90,6 +100,7 @@ func (s *stage) build(ctx context.Context) (err error) {
 		if *h.host, err = s.Host(h.name); err != nil {
 			return err
 		}
+		s.windows[*h.host] = new(atomic.Int64)
 	}
 	if err := s.Underlay(s.h1, netip.PrefixFrom(addr1, 24), s.h2, netip.PrefixFrom(addr2, 24), 1500); err != nil {
 		return err
@@ -117,29 +128,20 @@ func (s *stage) build(ctx context.Context) (err error) {
 
 // innocents opens the devices of the innocent VMs and connects them.
 func (s *stage) innocents(ctx context.Context) error {
-	var parties []*party
 	for _, v := range []struct {
 		host *lab.Host
 		name string
 		ip   string
 	}{{s.h1, "alice", "10.0.0.1"}, {s.h1, "bob", "10.0.0.2"}, {s.h2, "carol", "10.0.0.3"}} {
-		d, err := guestdrv.Open(ctx, s.socket(v.host, v.name+".hca"), guestdrv.Config{Memory: 64 << 20})
-		if err != nil {
-			return fmt.Errorf("%s: %w", v.name, err)
-		}
-		s.Add(func() { _ = d.Close() })
-		p := &party{name: v.name, dev: d,
-			path: guestdrv.Path{GID: guestdrv.IPGID(netip.MustParseAddr(v.ip)), MAC: d.MAC()}}
-		if err := d.SetGID(ctx, 0, p.path.GID, guestdrv.GIDOptions{}); err != nil {
+		p := &party{name: v.name, host: v.host, ip: netip.MustParseAddr(v.ip)}
+		if err := p.open(ctx); err != nil {
 			return err
 		}
-		if p.pd, err = d.AllocPD(ctx); err != nil {
-			return err
-		}
-		parties = append(parties, p)
+		s.Add(func() { _ = p.dev.Close() })
+		s.parties = append(s.parties, p)
 	}
 	for _, c := range [][2]int{{0, 1}, {0, 2}, {2, 1}} {
-		p, err := newPair(ctx, parties[c[0]], parties[c[1]])
+		p, err := newPair(ctx, s.parties[c[0]], s.parties[c[1]])
 		if err != nil {
 			return err
 		}

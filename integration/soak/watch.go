@@ -36,17 +36,22 @@ func (s *stage) report(who string, err error) {
 // guard watches a daemon until ctx ends: the process lives and answers.
 func (s *stage) guard(ctx context.Context, h *lab.Host) {
 	for {
+		at := s.disturbance()
 		select {
 		case <-ctx.Done():
 			return
-		case <-h.Proc.Done():
-			return // searchLog reports it
+		case <-s.proc(h).Done():
+			if !s.disturbed(at) {
+				return // searchLog reports it
+			}
+			time.Sleep(20 * time.Millisecond)
+			continue
 		case <-time.After(2 * time.Second):
 		}
 		c, cancel := context.WithTimeout(ctx, 2*patience)
 		_, err := h.Status(c)
 		cancel()
-		if err != nil && ctx.Err() == nil {
+		if err != nil && ctx.Err() == nil && !s.disturbed(at) {
 			s.report(h.Name, fmt.Errorf("`vnicd status` failed: %w", err))
 		}
 	}
@@ -63,7 +68,7 @@ func (s *stage) searchLog(h *lab.Host) {
 	default:
 	}
 	found := 0
-	for line := range strings.Lines(h.Log()) {
+	for line := range strings.Lines(s.logs(h)) {
 		if defect.MatchString(line) {
 			if found++; found <= 5 {
 				s.report(h.Name, errors.New("log: "+strings.TrimSpace(line)))
@@ -75,11 +80,6 @@ func (s *stage) searchLog(h *lab.Host) {
 // resources is what a daemon uses.
 type resources struct {
 	descriptors, mappings, threads, goroutines, rssKiB int
-}
-
-func (r resources) String() string {
-	return fmt.Sprintf("%d descriptors, %d mappings, %d threads, %d goroutines, RSS %d MiB", r.descriptors, r.mappings,
-		r.threads, r.goroutines, r.rssKiB>>10)
 }
 
 // measure counts a daemon's resources. It collects nothing itself: a daemon's RSS includes what Go has not returned.

@@ -31,9 +31,11 @@ type party struct {
 // open connects the party's driver.
 func (p *party) open(ctx context.Context) (err error) {
 	socket := filepath.Join(p.host.Dir, p.name+".hca")
-	if p.dev, err = guestdrv.Open(ctx, socket, guestdrv.Config{Memory: 64 << 20}); err != nil {
+	dev, err := guestdrv.Open(ctx, socket, guestdrv.Config{Memory: 64 << 20})
+	if err != nil {
 		return fmt.Errorf("%s: %w", p.name, err)
 	}
+	p.dev = dev
 	p.path = guestdrv.Path{GID: guestdrv.IPGID(p.ip), MAC: p.dev.MAC()}
 	if err = p.dev.SetGID(ctx, 0, p.path.GID, guestdrv.GIDOptions{}); err == nil {
 		p.pd, err = p.dev.AllocPD(ctx)

@@ -118,11 +118,14 @@ func (s *stage) restart(h *lab.Host, sig os.Signal, managed bool, again []time.D
 	if err == nil {
 		err = s.reconnect(ctx, h, affected)
 	}
+	if err != nil {
+		return err // an event, which ends the phase: the pairs stay parked
+	}
 	for _, p := range affected {
 		p.restored()
 	}
 	s.outages = append(s.outages, time.Since(begin))
-	return err
+	return nil
 }
 
 // replace ends a daemon and starts the next.

@@ -383,6 +383,8 @@ func (c *commandLoop) answerDrained() (answered bool) {
 // finish answers the commands under way when the queue stops: it may run again later, and
 // the driver must see each command executed exactly once.
 func (c *commandLoop) finish() {
+	w := c.d.cfg.Work.Start(worktime.Commands)
+	defer w.Stop()
 	ctx, cancel := context.WithTimeout(context.Background(), drainTimeout)
 	defer cancel()
 	c.stopping = ctx

@@ -39,6 +39,9 @@ func (vt *VTEP) inner(mtu int) int {
 // that it carries; 0 if there is no route.
 func (vt *VTEP) pathTo(x *peer, devs map[int]int) int {
 	opts := netlink.RouteGetOptions{OifIndex: int(x.scope)}
+	if vt.cfg.Protection != nil {
+		opts.OifIndex = vt.index
+	}
 	routes, err := vt.nl.RouteGetWithOptions(x.addr.AsSlice(), &opts)
 	if err != nil || len(routes) == 0 {
 		return 0
@@ -92,19 +95,22 @@ func (vt *VTEP) narrowest(s *peerSet, paths map[netip.Addr]int, devs map[int]int
 
 // refreshLocked computes all MTUs and passes them on to the networks.
 func (vt *VTEP) refreshLocked() error {
-	under, dev, virtual, err := underlayMTU(vt.nl, vt.cfg.Local)
+	if vt.cfg.Protection != nil {
+		vt.cfg.Protection.Refresh()
+	}
+	u, err := findUnderlay(vt.nl, vt.cfg.Local, vt.device())
 	if err != nil {
 		return err
 	}
-	mtu := vt.inner(under)
+	mtu := vt.inner(u.mtu)
 	if mtu < vswitch.MinMTU {
-		return mtuError(dev, under, mtu)
+		return mtuError(u.name, u.mtu, mtu)
 	}
 	if vt.mtu != 0 && vt.mtu != mtu {
-		vt.log.Info("underlay MTU changed", "interface", dev, "mtu", under, "for tenants", mtu, "before", vt.mtu)
+		vt.log.Info("underlay MTU changed", "interface", u.name, "mtu", u.mtu, "for tenants", mtu, "before", vt.mtu)
 	}
-	vt.mtu, vt.dev = mtu, dev
-	vt.virtual.Store(virtual)
+	vt.mtu, vt.dev, vt.index = mtu, u.name, u.index
+	vt.virtual.Store(u.virtual)
 	paths, devs := make(map[netip.Addr]int), make(map[int]int)
 	for vni, p := range *vt.nets.Load() {
 		m := vt.narrowest(p.peers.Load(), paths, devs)

@@ -78,8 +78,12 @@ func (t tunnel) RecomputeMTUs()            { t.vt.recompute() }
 // openShortPath opens the short path, if configured and possible. Without it, TCP of host ports goes through the
 // switch.
 func (vt *VTEP) openShortPath() {
-	if vt.cfg.ShortPath == nil {
+	switch {
+	case vt.cfg.ShortPath == nil:
 		vt.noShort = "off"
+		return
+	case vt.cfg.Protection != nil: // its programs send and receive at an Ethernet interface, in cleartext
+		vt.noShort = "off: the underlay is encrypted"
 		return
 	}
 	c := ShortPathConfig{Local: vt.cfg.Local.WithZone(""), Port: vt.cfg.Port, ZeroChecksum6: vt.cfg.ZeroChecksum6,

@@ -44,8 +44,9 @@ type option struct {
 	name              string
 }
 
-// openSocket makes a UDP socket with all options set, not yet bound.
-func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
+// openSocket makes a UDP socket with all options set, not yet bound. It sends and receives through one interface only,
+// unless device is empty.
+func openSocket(local netip.Addr, device string, zeroChecksum6 bool) (fd int, err error) {
 	family := unix.AF_INET
 	opts := []option{
 		// DF, and no path MTU discovery: anybody can send the ICMP error that would lower the MTU (TR-3). The kernel
@@ -82,6 +83,12 @@ func openSocket(local netip.Addr, zeroChecksum6 bool) (fd int, err error) {
 			return -1, fmt.Errorf("vxlan: setsockopt %s: %w", o.name, err)
 		}
 	}
+	if device != "" {
+		if err := unix.BindToDevice(fd, device); err != nil {
+			unix.Close(fd)
+			return -1, fmt.Errorf("vxlan: setsockopt SO_BINDTODEVICE %q: %w", device, err)
+		}
+	}
 	return fd, nil
 }
 
@@ -94,7 +101,7 @@ func setBuffer(fd, force, plain, size int) {
 }
 
 // openReceivers makes n sockets that share local through SO_REUSEPORT, so that the kernel spreads flows over loops.
-func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int) (fds []int, err error) {
+func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int, device string) (fds []int, err error) {
 	defer func() {
 		if err != nil {
 			closeAll(fds)
@@ -107,7 +114,7 @@ func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int) (fds []int, 
 	}
 	// SO_REUSEPORT would let another daemon of the same user bind the port, and each would get half of the frames. A
 	// socket without it detects that.
-	probe, err := openSocket(local.Addr(), false)
+	probe, err := openSocket(local.Addr(), "", false)
 	if err != nil {
 		return nil, err
 	}
@@ -117,20 +124,36 @@ func openReceivers(nl *netlink.Handle, local netip.AddrPort, n int) (fds []int, 
 		return nil, bindError(local, err)
 	}
 	for range n {
-		fd, err := openSocket(local.Addr(), false)
+		fd, err := openShared(sa, local, device, func(fd int) error {
+			setBuffer(fd, unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, rcvBuf)
+			return nil
+		})
 		if err != nil {
 			return fds, err
 		}
 		fds = append(fds, fd)
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
-			return fds, fmt.Errorf("vxlan: setsockopt SO_REUSEPORT: %w", err)
-		}
-		setBuffer(fd, unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, rcvBuf)
-		if err := unix.Bind(fd, sa); err != nil {
-			return fds, bindError(local, err)
-		}
 	}
 	return fds, nil
+}
+
+// openShared makes a socket that shares its address and port with others of this process. prepare is called before it
+// is bound.
+func openShared(sa unix.Sockaddr, local netip.AddrPort, device string, prepare func(fd int) error) (fd int, err error) {
+	if fd, err = openSocket(local.Addr(), device, false); err != nil {
+		return -1, err
+	}
+	if err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
+		err = fmt.Errorf("vxlan: setsockopt SO_REUSEPORT: %w", err)
+	} else if err = prepare(fd); err == nil {
+		if err = unix.Bind(fd, sa); err != nil {
+			err = bindError(local, err)
+		}
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
 }
 
 func bindError(local netip.AddrPort, err error) error {
@@ -144,21 +167,19 @@ func bindError(local netip.AddrPort, err error) error {
 }
 
 // openSender makes a send-only socket. Datagrams to its port are filtered out before they are queued.
-func openSender(nl *netlink.Handle, from netip.AddrPort, zeroChecksum6 bool) (fd int, err error) {
+func openSender(nl *netlink.Handle, from netip.AddrPort, device string, zeroChecksum6 bool) (fd int, err error) {
 	sa, err := sockAddr(nl, from)
 	if err != nil {
 		return -1, err
 	}
-	if fd, err = openSocket(from.Addr(), zeroChecksum6); err != nil {
+	if fd, err = openSocket(from.Addr(), device, zeroChecksum6); err != nil {
 		return -1, err
 	}
 	setBuffer(fd, unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sndBuf)
-	filter := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
-	if err = unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
-		&unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
-		err = fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
-	} else if err = unix.Bind(fd, sa); err != nil {
-		err = fmt.Errorf("vxlan: bind UDP source port %v: %w", from, err)
+	if err = refuseAll(fd); err == nil {
+		if err = unix.Bind(fd, sa); err != nil {
+			err = fmt.Errorf("vxlan: bind UDP source port %v: %w", from, err)
+		}
 	}
 	if err != nil {
 		unix.Close(fd)
@@ -167,24 +188,42 @@ func openSender(nl *netlink.Handle, from netip.AddrPort, zeroChecksum6 bool) (fd
 	return fd, nil
 }
 
+// refuseAll has the kernel drop and count all datagrams for a socket (socketDrops); none is queued.
+func refuseAll(fd int) error {
+	filter := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+		&unix.SockFprog{Len: 1, Filter: &filter[0]}); err != nil {
+		return fmt.Errorf("vxlan: setsockopt SO_ATTACH_FILTER: %w", err)
+	}
+	return nil
+}
+
 func closeAll(fds []int) {
 	for _, fd := range fds {
 		unix.Close(fd)
 	}
 }
 
-// underlayMTU returns the MTU and the name of the interface that has the address. virtual: frames there may come from a
-// kernel on this machine, which passes messages on as their sender made them, not as coalesced from a wire. Then all
-// datagrams of a message must be of one network; otherwise a tenant could hide datagrams of other networks in a message
-// of a kernel's vxlan device.
-func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, virtual bool, err error) {
+// underlayLink is the interface that has the local address. virtual: frames there may come from a kernel on this
+// machine, which passes messages on as their sender made them, not as coalesced from a wire. Then all datagrams of a
+// message must be of one network; otherwise a tenant could hide datagrams of other networks in a message of a kernel's
+// vxlan device. WireGuard encrypts each datagram by itself, and the receiving kernel coalesces them, as from a wire.
+type underlayLink struct {
+	mtu     int
+	name    string
+	index   int
+	virtual bool
+}
+
+// findUnderlay returns the interface that has the address: the one of that name, unless device is empty.
+func findUnderlay(nl *netlink.Handle, local netip.Addr, device string) (u underlayLink, err error) {
 	family := netlink.FAMILY_V4
 	if local.Is6() {
 		family = netlink.FAMILY_V6
 	}
 	addrs, err := nl.AddrList(nil, family)
 	if err != nil {
-		return 0, "", false, fmt.Errorf("vxlan: list addresses: %w", err)
+		return u, fmt.Errorf("vxlan: list addresses: %w", err)
 	}
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
@@ -193,11 +232,16 @@ func underlayMTU(nl *netlink.Handle, local netip.Addr) (mtu int, dev string, vir
 		}
 		link, err := nl.LinkByIndex(a.LinkIndex)
 		if err != nil {
-			return 0, "", false, fmt.Errorf("vxlan: interface of %v: %w", local, err)
+			return u, fmt.Errorf("vxlan: interface of %v: %w", local, err)
 		}
-		if at := link.Attrs(); local.Zone() == "" || local.Zone() == at.Name {
-			return at.MTU, at.Name, !slices.Contains([]string{"device", "vlan", "bond", "team"}, link.Type()), nil
+		at := link.Attrs()
+		if (local.Zone() == "" || local.Zone() == at.Name) && (device == "" || device == at.Name) {
+			return underlayLink{at.MTU, at.Name, at.Index,
+				!slices.Contains([]string{"device", "vlan", "bond", "team", "wireguard"}, link.Type())}, nil
 		}
 	}
-	return 0, "", false, fmt.Errorf("vxlan: %v is not an address of this host", local)
+	if device != "" {
+		return u, fmt.Errorf("vxlan: %v is not an address of interface %s, which protects the underlay", local, device)
+	}
+	return u, fmt.Errorf("vxlan: %v is not an address of this host", local)
 }

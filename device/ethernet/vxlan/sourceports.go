@@ -99,7 +99,7 @@ func (s *supply) sockets() (list []*txSocket, err error) {
 func (s *supply) open() (*txSocket, error) {
 	c := &s.vt.cfg
 	try := func(port uint16) (*txSocket, error) {
-		fd, err := openSender(s.vt.nl, netip.AddrPortFrom(c.Local, port), c.ZeroChecksum6)
+		fd, err := openSender(s.vt.nl, netip.AddrPortFrom(c.Local, port), s.vt.device(), c.ZeroChecksum6)
 		return &txSocket{fd: fd, port: port}, err
 	}
 	for !s.dynamic {
@@ -202,6 +202,9 @@ func (vt *VTEP) believes(x *peer, reserved bool) bool {
 
 // mayLearn reports whether a host that is no peer of the network may become one by a datagram.
 func (vt *VTEP) mayLearn(a netip.Addr, reserved bool) bool {
+	if vt.cfg.Protection != nil && !vt.cfg.Protection.Peer(a) {
+		return false // a user of this host: for the kernel its datagrams have come by the protection's interface
+	}
 	if reserved || vt.cfg.PeerPorts == PeerPortsAny {
 		return true
 	}

@@ -74,8 +74,8 @@ func (vt *VTEP) Peers(vni uint32) (out []PeerStatus) {
 	return out
 }
 
-// socketDrops adds the kernel's drops at our sockets: datagrams that found a receive buffer full, and datagrams to a
-// source port of ours, where none is accepted (MT-6).
+// socketDrops adds the kernel's drops at our sockets: datagrams that found a receive buffer full, datagrams to a source
+// port of ours, where none is accepted (MT-6), and datagrams that did not come through the protection.
 func (vt *VTEP) socketDrops(t *vswitch.Totals) {
 	add := func(name string, fd int) {
 		n, err := socketDrops(fd)
@@ -97,10 +97,14 @@ func (vt *VTEP) socketDrops(t *vswitch.Totals) {
 			}
 		}
 	}
+	if vt.guard >= 0 {
+		add(Unprotected, vt.guard)
+	}
 }
 
 // Names of drops that the kernel counts, modulo 2^32.
 const (
 	SocketOverflow = "socket-overflow"
 	WrongPort      = "wrong-port"
+	Unprotected    = "unprotected" // not through Config.Protection
 )

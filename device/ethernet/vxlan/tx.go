@@ -255,7 +255,8 @@ func sendReason(errno unix.Errno) vswitch.Reason {
 	switch errno {
 	case unix.EMSGSIZE:
 		return vswitch.UnderlayTooBig
-	case unix.ENETUNREACH, unix.EHOSTUNREACH, unix.ENETDOWN, unix.EHOSTDOWN, unix.ECONNREFUSED:
+	case unix.ENETUNREACH, unix.EHOSTUNREACH, unix.ENETDOWN, unix.EHOSTDOWN, unix.ECONNREFUSED,
+		unix.ENODEV, unix.ENXIO, unix.ENOKEY, unix.EDESTADDRREQ: // a protection without that interface, peer or endpoint
 		return vswitch.Unreachable
 	}
 	return vswitch.SendError

@@ -89,6 +89,10 @@ type Config struct {
 	// Segmentation lets the kernel or its card segment large frames and messages of several datagrams, and coalesce
 	// received ones. Such datagrams have checksums, over IPv4 too. Off: every datagram is sent and received on its own.
 	Segmentation bool
+	// Protection is the interface that encrypts what this VTEP and its peers exchange. Local must be its address.
+	// Datagrams leave through it only, and others are not accepted; there is no short path. Nil: the underlay is as safe
+	// as its wires.
+	Protection Protection
 	// ShortPath opens the short path (fastpath.Open): established TCP of host ports stays in the kernel where possible;
 	// over IPv6 it sends only with ZeroChecksum6. Nil: all frames go through the switch.
 	ShortPath func(ShortPathConfig) (ShortPath, error)
@@ -102,7 +106,7 @@ type VTEP struct {
 	v6       bool
 	log      hclog.Logger
 	segments bool            // UDP_SEGMENT works
-	virtual  atomic.Bool     // the underlay may be a wire inside this machine; see underlayMTU
+	virtual  atomic.Bool     // the underlay may be a wire inside this machine; see underlayLink
 	nl       *netlink.Handle // in the namespace that the VTEP was made in
 
 	nets atomic.Pointer[map[uint32]*port]
@@ -111,6 +115,7 @@ type VTEP struct {
 
 	paths atomic.Pointer[map[netip.Addr]int] // inner MTU by peer, as last found; 0 = no route
 	kick  chan struct{}                      // capacity 1: MTUs are to be computed again
+	guard int                                // socket that counts unprotected datagrams; -1: none (protect.go)
 
 	short   ShortPath // nil: none, for the reason in noShort
 	noShort string
@@ -125,6 +130,7 @@ type VTEP struct {
 	mu     sync.Mutex // guards the writers of nets and of ports' peers, and the fields below
 	mtu    int        // inner, of the local address's interface
 	dev    string     // that interface
+	index  int        // its number
 	closed bool
 
 	stopWatch func() // stops following the underlay
@@ -160,7 +166,7 @@ func New(c Config) (*VTEP, error) {
 		return nil, fmt.Errorf("vxlan: %d source ports; want 1 to %d", c.SourcePorts, maxSourcePorts)
 	}
 	c.Log = loglimit.New(c.Log)
-	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log, kick: make(chan struct{}, 1)}
+	vt := &VTEP{cfg: c, dscp: uint8(c.DSCP), v6: c.Local.Is6(), log: c.Log, kick: make(chan struct{}, 1), guard: -1}
 	vt.paths.Store(&map[netip.Addr]int{})
 	vt.nets.Store(&map[uint32]*port{})
 	var err error
@@ -193,12 +199,15 @@ func (vt *VTEP) open() error {
 		vt.tx[l.ID()] = s
 		vt.segments = vt.cfg.Segmentation && canSegment(s.socks[0].fd)
 	}
-	fds, err := openReceivers(vt.nl, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops))
+	fds, err := openReceivers(vt.nl, netip.AddrPortFrom(vt.cfg.Local, vt.cfg.Port), len(vt.cfg.Loops), vt.device())
 	if err != nil {
 		return err
 	}
 	for i, l := range vt.cfg.Loops {
 		vt.rx = append(vt.rx, newReceiver(vt, l, fds[i]))
+	}
+	if err := vt.openGuard(); err != nil {
+		return err
 	}
 	for _, r := range vt.rx {
 		if err := r.start(); err != nil {
@@ -453,6 +462,9 @@ func (vt *VTEP) shutdown() {
 		if s != nil {
 			s.stop()
 		}
+	}
+	if vt.guard >= 0 {
+		unix.Close(vt.guard)
 	}
 	vt.nl.Close()
 }

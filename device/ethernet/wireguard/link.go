@@ -1,0 +1,212 @@
+package wireguard
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"syscall"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+)
+
+const (
+	// firstTable plus the listening port is the number of our routing table, which nobody else is likely to use.
+	firstTable = 478_900_000
+	// rulePriority is before the main table's, 32766.
+	rulePriority = 4789
+	// usualMTU is that of an interface without a route to any peer, as wg-quick(8) chooses it.
+	usualMTU = 1420
+	// Overhead of a packet: IP, UDP 8, WireGuard's header 16 and tag 16.
+	overhead4 = 20 + 8 + 32
+	overhead6 = 40 + 8 + 32
+	// mark begins the alias (ip link show) of our interfaces. The VTEP's address and port follow.
+	mark = "vnicd "
+)
+
+// removeLeft removes an interface that a killed vnicd has left.
+func (d *Device) removeLeft() error {
+	c := &d.cfg
+	link, err := d.nl.LinkByName(c.Interface)
+	if errors.As(err, new(netlink.LinkNotFoundError)) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
+	}
+	vtep, ours := strings.CutPrefix(link.Attrs().Alias, mark)
+	addr, err := netip.ParseAddrPort(vtep)
+	if link.Type() != "wireguard" || !ours || err != nil {
+		return fmt.Errorf("%w: %s exists, of type %s, and without the alias of vnicd's interfaces: choose another name or remove "+
+			"it (ip link del %s)", ErrForeign, c.Interface, link.Type(), c.Interface)
+	}
+	if inUse(addr) {
+		return fmt.Errorf("%w: %s is in use by the vnicd with the VTEP %v", ErrForeign, c.Interface, addr)
+	}
+	if err := d.nl.LinkDel(link); err != nil {
+		return fmt.Errorf("wireguard: remove the interface %s that an earlier vnicd has left: %w", c.Interface, err)
+	}
+	return nil
+}
+
+// inUse reports whether a program has the UDP address, as a running VTEP does.
+func inUse(a netip.AddrPort) bool {
+	s, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(a))
+	if err == nil {
+		_ = s.Close()
+	}
+	return errors.Is(err, syscall.EADDRINUSE)
+}
+
+// add makes the interface.
+func (d *Device) add() error {
+	c := &d.cfg
+	addrs, err := d.nl.AddrList(nil, d.family())
+	if err != nil {
+		return fmt.Errorf("wireguard: list addresses: %w", err)
+	}
+	for _, a := range addrs {
+		if ip, ok := netip.AddrFromSlice(a.IP); ok && ip.Unmap() == c.Local {
+			name := fmt.Sprintf("number %d", a.LinkIndex)
+			if l, err := d.nl.LinkByIndex(a.LinkIndex); err == nil {
+				name = l.Attrs().Name
+			}
+			return fmt.Errorf("wireguard: %v is an address of interface %s; a protected VTEP needs one of its own, which vnicd "+
+				"gives to %s", c.Local, name, c.Interface)
+		}
+	}
+	at := netlink.NewLinkAttrs()
+	at.Name, at.MTU = c.Interface, usualMTU
+	link := &netlink.Wireguard{LinkAttrs: at}
+	switch err := d.nl.LinkAdd(link); {
+	case errors.Is(err, syscall.EOPNOTSUPP):
+		return fmt.Errorf("wireguard: the kernel has no WireGuard, or its module cannot be loaded (modprobe wireguard): %w", err)
+	case err != nil:
+		return fmt.Errorf("wireguard: make the interface %s: %w", c.Interface, err)
+	}
+	made, err := d.nl.LinkByName(c.Interface)
+	if err != nil {
+		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
+	}
+	d.index, d.mtu = made.Attrs().Index, usualMTU
+	if err := d.nl.LinkSetAlias(made, mark+netip.AddrPortFrom(c.Local, c.Port).String()); err != nil {
+		return fmt.Errorf("wireguard: alias of interface %s: %w", c.Interface, err)
+	}
+	return nil
+}
+
+// up gives the interface its address and makes the rule for its routes.
+func (d *Device) up() error {
+	c := &d.cfg
+	link := &netlink.Wireguard{LinkAttrs: netlink.LinkAttrs{Index: d.index}}
+	if err := d.nl.AddrAdd(link, &netlink.Addr{IPNet: host(c.Local)}); err != nil {
+		return fmt.Errorf("wireguard: address %v of interface %s: %w", c.Local, c.Interface, err)
+	}
+	switch err := d.nl.LinkSetUp(link); {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return fmt.Errorf("wireguard: UDP port %d is in use: %w", c.ListenPort, err)
+	case err != nil:
+		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
+	}
+	r := netlink.NewRule()
+	r.Family, r.IifName, r.Table, r.Priority = d.family(), "lo", d.table(), rulePriority // lo: made by this host
+	_ = d.nl.RuleDel(r)                                                                  // of a killed vnicd
+	if err := d.nl.RuleAdd(r); err != nil {
+		return fmt.Errorf("wireguard: rule for routing table %d: %w", r.Table, err)
+	}
+	d.rules = append(d.rules, r)
+	return nil
+}
+
+func (d *Device) family() int {
+	if d.cfg.Local.Is4() {
+		return netlink.FAMILY_V4
+	}
+	return netlink.FAMILY_V6
+}
+
+func (d *Device) table() int { return firstTable + int(d.cfg.ListenPort) }
+
+func (d *Device) route(to netip.Addr) *netlink.Route {
+	return &netlink.Route{LinkIndex: d.index, Dst: host(to), Src: d.cfg.Local.AsSlice(), Table: d.table(),
+		Scope: netlink.SCOPE_LINK}
+}
+
+func host(a netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
+}
+
+// own reports whether the interface is still the one that we have made.
+func (d *Device) own() error {
+	link, err := d.nl.LinkByIndex(d.index)
+	switch {
+	case errors.As(err, new(netlink.LinkNotFoundError)):
+		return fmt.Errorf("wireguard: somebody has removed the interface %s; restart vnicd to make it again", d.cfg.Interface)
+	case err != nil:
+		return fmt.Errorf("wireguard: interface %s: %w", d.cfg.Interface, err)
+	case link.Type() != "wireguard" || link.Attrs().Name != d.cfg.Interface:
+		return fmt.Errorf("wireguard: somebody has renamed the interface %s to %s; restart vnicd", d.cfg.Interface,
+			link.Attrs().Name)
+	}
+	return nil
+}
+
+// Refresh implements vxlan.Protection: the MTU follows that of the routes to the peers' endpoints.
+func (d *Device) Refresh() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.refreshLocked()
+}
+
+func (d *Device) refreshLocked() {
+	if d.closed {
+		return
+	}
+	mtu := bestMTU(d.nl, d.index, d.set.Peers)
+	if mtu == d.mtu {
+		return
+	}
+	if err := d.nl.LinkSetMTU(&netlink.Wireguard{LinkAttrs: netlink.LinkAttrs{Index: d.index}}, mtu); err != nil {
+		d.cfg.Log.Warn("cannot change the MTU of the WireGuard interface", "interface", d.cfg.Interface, "mtu", mtu,
+			"error", err)
+		return
+	}
+	d.mtu = mtu
+}
+
+// bestMTU returns what the narrowest path to a peer's endpoint leaves to an encrypted packet. Paths that lead back into
+// the interface do not count.
+func bestMTU(nl *netlink.Handle, index int, peers []Peer) int {
+	best, links := 0, map[int]int{}
+	for _, p := range peers {
+		to := p.Endpoint.Addr()
+		routes, err := nl.RouteGet(to.AsSlice())
+		if err != nil || len(routes) == 0 || routes[0].LinkIndex == index {
+			continue
+		}
+		at := routes[0].LinkIndex
+		if _, known := links[at]; !known {
+			if link, err := nl.LinkByIndex(at); err == nil {
+				links[at] = link.Attrs().MTU
+			}
+		}
+		mtu := links[at]
+		if m := vxlan.RouteMTU(nl, to, netlink.RouteGetOptions{}); m > 0 && (mtu == 0 || m < mtu) {
+			mtu = m
+		}
+		if to.Is4() {
+			mtu -= overhead4
+		} else {
+			mtu -= overhead6
+		}
+		if mtu > 0 && (best == 0 || mtu < best) {
+			best = mtu
+		}
+	}
+	if best == 0 {
+		return usualMTU
+	}
+	return best
+}

@@ -18,6 +18,10 @@ func (c *Config) check(errs *Errors) {
 		errs.add(0, "engine-cpus must name one processor for each of the %d engines, found %d", c.Engines, n)
 	}
 	c.checkEVPN(errs)
+	var protected map[netip.Addr]bool
+	if c.Underlay != nil {
+		protected = c.Underlay.vteps()
+	}
 	names, vnis, taps := map[string]int{}, map[uint32]int{}, map[string]int{}
 	for _, n := range c.Networks {
 		checkName(errs, n.Line, "network", n.Name, names)
@@ -28,11 +32,10 @@ func (c *Config) check(errs *Errors) {
 				vnis[n.VNI] = n.Line
 			}
 		}
-		c.checkPeers(errs, n)
+		c.checkPeers(errs, n, protected)
 		if t := n.TAP; t != nil && t.Name != "" {
-			if len(t.Name) > maxInterfaceName || !nameRule.MatchString(t.Name) {
-				errs.add(t.Line, "tap name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", t.Name,
-					maxInterfaceName)
+			if err := interfaceName(t.Name); err != nil {
+				errs.add(t.Line, "tap %v", err)
 			}
 			if line, dup := taps[t.Name]; dup {
 				errs.add(t.Line, "tap name %q is already used in %s", t.Name, at(line))
@@ -41,6 +44,7 @@ func (c *Config) check(errs *Errors) {
 			}
 		}
 	}
+	c.checkUnderlay(errs, taps)
 	c.checkVMs(errs, names)
 }
 
@@ -61,7 +65,8 @@ func (c *Config) checkPaths(errs *Errors) {
 	}
 }
 
-func (c *Config) checkPeers(errs *Errors, n *Network) {
+// checkPeers checks the peers of a network; protected are those of WireGuard.
+func (c *Config) checkPeers(errs *Errors, n *Network, protected map[netip.Addr]bool) {
 	if c.VTEP == nil {
 		if len(n.Peers) > 0 || n.LearnPeers {
 			errs.add(n.Line, "network %q has peers, but there is no `vtep` section with this host's underlay address", n.Name)
@@ -78,6 +83,9 @@ func (c *Config) checkPeers(errs *Errors, n *Network) {
 			errs.add(n.Line, "peer %s of network %q is this host itself (vtep local)", a, n.Name)
 		case seen[a]:
 			errs.add(n.Line, "peer %s is listed twice in network %q", a, n.Name)
+		case c.Underlay != nil && !protected[a]:
+			errs.add(n.Line, "peer %s of network %q is no `vtep` of underlay peers: nothing would be sent to it or accepted from it",
+				a, n.Name)
 		}
 		seen[a] = true
 	}

@@ -94,6 +94,8 @@ type Config struct {
 	MemoryPressure MemoryPressure
 	// VTEP is nil on a host without an underlay: its networks are local.
 	VTEP *VTEP
+	// Underlay is nil if the underlay is not protected.
+	Underlay *Underlay
 	// EVPN is nil if this host does not use BGP.
 	EVPN *EVPN
 	// Networks in the order of the file.

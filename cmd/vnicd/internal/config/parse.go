@@ -356,6 +356,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		},
 		"monitoring": func(n *yaml.Node) { p.monitoring(n, &c.Monitoring) },
 		"vtep":       func(n *yaml.Node) { c.VTEP = p.vtep(n) },
+		"underlay":   func(n *yaml.Node) { c.Underlay = p.underlay(n) },
 		"evpn":       func(n *yaml.Node) { c.EVPN = p.evpn(n) },
 		"networks": func(n *yaml.Node) {
 			p.sequence(n, "networks", func(e *yaml.Node) { c.Networks = append(c.Networks, p.network(e)) })

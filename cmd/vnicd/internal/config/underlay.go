@@ -1,0 +1,242 @@
+package config
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
+)
+
+// Underlay is how what VTEPs exchange is protected.
+type Underlay struct {
+	Line      int
+	Interface string
+	// Port is the UDP port of this host's WireGuard.
+	Port       uint16
+	PrivateKey wireguard.Secret
+	Peers      []UnderlayPeer
+}
+
+// UnderlayPeer is another host.
+type UnderlayPeer struct {
+	Line int
+	wireguard.Peer
+}
+
+// Settings returns keys and peers, which can change at run time.
+func (u *Underlay) Settings() (s wireguard.Settings) {
+	s.PrivateKey = u.PrivateKey
+	for _, p := range u.Peers {
+		s.Peers = append(s.Peers, p.Peer)
+	}
+	return s
+}
+
+// underlay returns nil for `protect: none`.
+func (p *parser) underlay(n *yaml.Node) *Underlay {
+	u, protect := &Underlay{Line: n.Line, Interface: wireguard.DefaultInterface, Port: wireguard.DefaultPort}, ""
+	seen := p.mapping(n, "underlay", map[string]func(*yaml.Node){
+		"protect": func(n *yaml.Node) {
+			var ok bool
+			if protect, ok = p.scalar(n, "protect"); ok && protect != "wireguard" && protect != "none" {
+				p.errs.add(n.Line, "protect must be wireguard or none, found %q", protect)
+			}
+		},
+		"interface":        p.str("interface", &u.Interface),
+		"listen-port":      number(p, "listen-port", 1, 65535, &u.Port),
+		"private-key-file": func(n *yaml.Node) { u.PrivateKey = p.secret("private-key-file", n) },
+		"peers": func(n *yaml.Node) {
+			p.sequence(n, "underlay peers", func(e *yaml.Node) { u.Peers = append(u.Peers, p.underlayPeer(e)) })
+		},
+	})
+	p.need(n, seen, "underlay", "protect")
+	if protect == "none" {
+		return nil
+	}
+	p.need(n, seen, "underlay", "private-key-file", "peers")
+	return u
+}
+
+func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
+	x := UnderlayPeer{Line: n.Line}
+	seen := p.mapping(n, "a peer of the underlay", map[string]func(*yaml.Node){
+		"vtep": func(n *yaml.Node) { x.Addr, _ = p.addr("vtep", n) },
+		"endpoint": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "endpoint")
+			if !ok {
+				return
+			}
+			a, err := netip.ParseAddrPort(s)
+			ip := a.Addr().Unmap()
+			if err != nil || a.Port() == 0 || ip.IsUnspecified() || ip.IsMulticast() || ip.Zone() != "" {
+				p.errs.add(n.Line, "endpoint must be a unicast IP address and a port, such as 192.0.2.2:51820 or [2001:db8::2]:51820, "+
+					"found %q", s)
+				return
+			}
+			x.Endpoint = netip.AddrPortFrom(ip, a.Port())
+		},
+		"public-key": func(n *yaml.Node) {
+			s, ok := p.scalar(n, "public-key")
+			if !ok {
+				return
+			}
+			var err error
+			if x.PublicKey, err = wireguard.ParseKey(s); err != nil {
+				p.errs.add(n.Line, "public-key: %v, found %q", err, s)
+			}
+		},
+		"preshared-key-file": func(n *yaml.Node) { x.Preshared = p.secret("preshared-key-file", n) },
+		"keepalive":          p.keepalive(&x.Keepalive),
+	})
+	p.need(n, seen, "a peer of the underlay", "vtep", "endpoint", "public-key")
+	return x
+}
+
+// keepalive accepts whole seconds, which is all that WireGuard knows.
+func (p *parser) keepalive(dst *time.Duration) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		p.duration("keepalive", 0, 65535*time.Second, "25s", dst)(n)
+		if *dst%time.Second != 0 {
+			p.errs.add(n.Line, "keepalive must be whole seconds such as 25s, found %q", n.Value)
+		}
+	}
+}
+
+// secret reads the key in the file that a node names.
+func (p *parser) secret(what string, n *yaml.Node) (s wireguard.Secret) {
+	path, ok := p.scalar(n, what)
+	if !ok {
+		return s
+	}
+	s, err := readSecret(path)
+	if err != nil {
+		p.errs.add(n.Line, "%s: %v", what, err)
+	}
+	return s
+}
+
+// readSecret reads a key from a file that only its owner can read. Root may check the daemon's file.
+func readSecret(path string) (s wireguard.Secret, err error) {
+	if !filepath.IsAbs(path) {
+		return s, fmt.Errorf("want an absolute path, found %q", path)
+	}
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0) // a FIFO would block
+	if err != nil {
+		return s, fmt.Errorf("cannot read the key: %w", err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return s, fmt.Errorf("cannot read the key: %w", err)
+	}
+	if !st.Mode().IsRegular() {
+		return s, fmt.Errorf("%s must be a regular file, found %v", path, st.Mode())
+	}
+	if m := st.Mode().Perm(); m&0o077 != 0 {
+		return s, fmt.Errorf("others than its owner can read %s (mode %#o): chmod 600 it, and make a new key if they may have "+
+			"read it", path, m)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, 256))
+	if err != nil {
+		return s, fmt.Errorf("cannot read the key: %w", err)
+	}
+	if s, err = wireguard.ParseSecret(strings.TrimSpace(string(b))); err != nil {
+		return s, fmt.Errorf("%s has no key: %w", path, err)
+	}
+	return s, nil
+}
+
+// checkUnderlay finds mistakes that no single key shows.
+func (c *Config) checkUnderlay(errs *Errors, taps map[string]int) {
+	u := c.Underlay
+	if u == nil {
+		return
+	}
+	if c.VTEP == nil {
+		errs.add(u.Line, "underlay needs a `vtep` section with this host's address")
+		return
+	}
+	local := c.VTEP.Local
+	if local.IsLinkLocalUnicast() || local.Zone() != "" {
+		errs.add(u.Line, "vtep local %s is a link-local address; a protected VTEP needs another one", local)
+	}
+	if c.ShortPath != nil && *c.ShortPath {
+		errs.add(u.Line, "`short-path: true` is impossible with a protected underlay: omit the key")
+	}
+	if err := interfaceName(u.Interface); err != nil {
+		errs.add(u.Line, "underlay interface %v", err)
+	}
+	if line, dup := taps[u.Interface]; dup {
+		errs.add(u.Line, "underlay interface %q is a tap's name in %s", u.Interface, at(line))
+	}
+	if len(u.Peers) > wireguard.MaxPeers {
+		errs.add(u.Line, "underlay has %d peers; it may have %d", len(u.Peers), wireguard.MaxPeers)
+	}
+	vteps, keys, ends := map[netip.Addr]int{}, map[wireguard.PublicKey]int{}, map[netip.AddrPort]int{}
+	var own wireguard.PublicKey
+	if u.PrivateKey != (wireguard.Secret{}) {
+		own = u.PrivateKey.Public()
+	}
+	for _, p := range u.Peers {
+		vteps[p.Addr] = p.Line
+	}
+	for _, p := range u.Peers {
+		switch {
+		case !p.Addr.IsValid() || !local.IsValid():
+		case p.Addr.Is4() != local.Is4():
+			errs.add(p.Line, "vtep %s is of another address family than vtep local %s", p.Addr, local)
+		case p.Addr == local:
+			errs.add(p.Line, "vtep %s is this host itself (vtep local)", p.Addr)
+		case p.Addr.IsLinkLocalUnicast():
+			errs.add(p.Line, "vtep %s is a link-local address; a protected VTEP needs another one", p.Addr)
+		case vteps[p.Addr] != p.Line:
+			errs.add(p.Line, "vtep %s is also a peer in %s", p.Addr, at(vteps[p.Addr]))
+		}
+		if p.PublicKey != (wireguard.PublicKey{}) {
+			switch line, dup := keys[p.PublicKey]; {
+			case p.PublicKey == own:
+				errs.add(p.Line, "public-key is this host's own: it is the key of private-key-file")
+			case dup:
+				errs.add(p.Line, "public-key is already used in %s; each host needs its own", at(line))
+			default:
+				keys[p.PublicKey] = p.Line
+			}
+		}
+		if e := p.Endpoint; e.IsValid() {
+			switch line, dup := ends[e]; {
+			case dup:
+				errs.add(p.Line, "endpoint %s is already used in %s", e, at(line))
+			case e.Addr() == local || vteps[e.Addr()] != 0:
+				errs.add(p.Line, "endpoint %s has the address of a VTEP, which is reached through WireGuard only; want the host's "+
+					"address on the network below", e)
+			default:
+				ends[e] = p.Line
+			}
+		}
+	}
+}
+
+// vteps returns the addresses of the peers.
+func (u *Underlay) vteps() map[netip.Addr]bool {
+	m := map[netip.Addr]bool{}
+	for _, p := range u.Peers {
+		m[p.Addr] = true
+	}
+	return m
+}
+
+// interfaceName checks the name of a network interface.
+func interfaceName(s string) error {
+	if len(s) > maxInterfaceName || !nameRule.MatchString(s) {
+		return fmt.Errorf("name %q is not an interface name (1 to %d letters, digits, '_', '.', '-')", s, maxInterfaceName)
+	}
+	return nil
+}

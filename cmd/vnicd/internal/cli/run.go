@@ -27,11 +27,12 @@ func (a *app) runCmd() *cobra.Command {
 serves them until SIGINT or SIGTERM. SIGHUP acts as "vnicd reload". Each VM has the
 sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at any time.
 
-TAP ports need CAP_NET_ADMIN, BGP on its standard port CAP_NET_BIND_SERVICE, and the
-short path of TAP ports CAP_BPF at the start, which vnicd then drops. Everything else runs
-without privileges. Once started, the process cannot start programs, load others into the
-kernel, mount, trace or use keyrings (seccomp(2)). BGP runs in a process without rights,
-vnicd-bgp, which vnicd starts again if it ends; vnicd-spawner starts it.`,
+TAP ports and WireGuard need CAP_NET_ADMIN, BGP on its standard port
+CAP_NET_BIND_SERVICE, and the short path of TAP ports CAP_BPF at the start, which vnicd
+then drops. Everything else runs without privileges. Once started, the process cannot
+start programs, load others into the kernel, mount, trace or use keyrings (seccomp(2)).
+BGP and monitoring run in processes without rights, vnicd-bgp and vnicd-monitoring, which
+vnicd starts again if they end; vnicd-spawner starts them.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			cfg, err := a.load()
@@ -116,10 +117,11 @@ func (a *app) reloadCmd() *cobra.Command {
 		Use:   "reload",
 		Short: "Make the running vnicd read its configuration file again",
 		Long: `Applies the present configuration file to the running daemon and prints the changes:
-networks and VMs that are added or removed, VMs that move, peers, host ports, the log
-level. VMs that are attached to a QEMU keep running; only their network can change.
-A file with mistakes changes nothing, and neither does one with a change that needs a
-restart (engines, buffers, vtep, sockets, monitoring, a network's vni and limits).
+networks and VMs that are added or removed, VMs that move, peers, host ports, keys and
+peers of WireGuard, the log level. VMs that are attached to a QEMU keep running; only
+their network can change. A file with mistakes changes nothing, and neither does one with
+a change that needs a restart (engines, buffers, vtep, sockets, monitoring, a network's
+vni and limits).
 Objects that were added at run time remain.
 
 ` + whichSocket,

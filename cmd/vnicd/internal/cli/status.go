@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -92,6 +93,9 @@ func showAll(w io.Writer, s *daemon.Status) {
 			fmt.Fprintf(w, ": %d entries, %d frames", p.Entries, p.Frames)
 		}
 		fmt.Fprintln(w)
+		if s.Protection != nil {
+			showProtection(w, s.Protection, time.Now())
+		}
 		for _, n := range v.Networks {
 			for _, p := range n.Peers {
 				how := "static"
@@ -126,6 +130,22 @@ func showAll(w io.Writer, s *daemon.Status) {
 			netState(&v), hcaState(&v.HCA), len(v.HCA.QPs), v.HCA.MRs, dmaState(&v), going(&v))
 	}
 	t.Flush()
+}
+
+// showProtection shows what encrypts the underlay.
+func showProtection(w io.Writer, p *wireguard.Status, now time.Time) {
+	fmt.Fprintf(w, "  protected by wireguard %s port %d mtu %d key %s, %d not accepted, %d not sent\n", p.Interface,
+		p.ListenPort, p.MTU, p.PublicKey, p.InErrors, p.OutErrors)
+	if p.Problem != "" {
+		fmt.Fprintf(w, "    nothing is sent or received: %s\n", p.Problem)
+	}
+	for _, x := range p.Peers {
+		handshake := "no handshake yet"
+		if !x.Handshake.IsZero() {
+			handshake = fmt.Sprintf("handshake %v ago", now.Sub(x.Handshake).Round(time.Second))
+		}
+		fmt.Fprintf(w, "    vtep %s at %s %s rx %d B tx %d B\n", x.VTEP, x.Endpoint, handshake, x.InBytes, x.OutBytes)
+	}
 }
 
 func going(v *daemon.VMStatus) string {

@@ -1,15 +1,41 @@
 package cli
 
 import (
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
+
+func TestShowProtection(t *testing.T) {
+	now := time.Unix(1000, 0)
+	p := &wireguard.Status{Interface: "vnicd-wg0", PublicKey: "KEY=", ListenPort: 51820, MTU: 1440, InErrors: 1,
+		OutErrors: 2, Peers: []wireguard.PeerStatus{
+			{VTEP: netip.MustParseAddr("10.9.0.2"), Endpoint: netip.MustParseAddrPort("192.0.2.2:51820"),
+				Handshake: now.Add(-90 * time.Second), InBytes: 3, OutBytes: 4},
+			{VTEP: netip.MustParseAddr("10.9.0.3"), Endpoint: netip.MustParseAddrPort("[2001:db8::3]:1")},
+		}}
+	var b strings.Builder
+	showProtection(&b, p, now)
+	want := `  protected by wireguard vnicd-wg0 port 51820 mtu 1440 key KEY=, 1 not accepted, 2 not sent
+    vtep 10.9.0.2 at 192.0.2.2:51820 handshake 1m30s ago rx 3 B tx 4 B
+    vtep 10.9.0.3 at [2001:db8::3]:1 no handshake yet rx 0 B tx 0 B
+`
+	if b.String() != want {
+		t.Errorf("got\n%swant\n%s", b.String(), want)
+	}
+	b.Reset()
+	p.Problem = "it has gone"
+	if showProtection(&b, p, now); !strings.Contains(b.String(), "    nothing is sent or received: it has gone\n") {
+		t.Errorf("got\n%s", b.String())
+	}
+}
 
 func TestShowFaults(t *testing.T) {
 	dma := daemon.DMAStatus{Attribute: translate.UplinkReadOnly, Refused: translate.Denied{Reads: 1, Writes: 23}}

@@ -21,6 +21,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/loop/eventfd"
@@ -52,6 +53,7 @@ type Daemon struct {
 	probes [loop.MaxLoops]probe // one per loop
 	pool   *frame.Pool
 	vtep   *vxlan.VTEP         // nil without an underlay
+	guard  *wireguard.Device   // nil: the underlay is not protected
 	gvms   *translate.GVMTable // the memory of every connected front end
 	source *overlay.API        // the routes that operators set
 	evpn   *evpn.Speaker       // nil: no BGP
@@ -119,7 +121,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 	}
 	d.kept = d.store.Kept()
 	steps := []func() error{
-		d.makeRunDir, d.makeLoops, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
+		d.makeRunDir, d.makeLoops, d.protect, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
 		d.serve,
 	}
 	for _, step := range steps {
@@ -248,6 +250,9 @@ func (d *Daemon) makeVTEP() error {
 	}
 	if short == nil || *short {
 		c.ShortPath = fastpath.Open
+	}
+	if d.guard != nil {
+		c.Protection = d.guard
 	}
 	vt, err := vxlan.New(c)
 	if err != nil {

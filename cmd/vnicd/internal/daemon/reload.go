@@ -52,13 +52,13 @@ type step struct {
 	do   func() error
 }
 
-// fixed returns the top-level keys that differ and that a running daemon cannot change: all but networks, VMs and
-// log-level.
+// fixed returns the top-level keys that differ and that a running daemon cannot change: all but networks, VMs,
+// log-level, and the underlay, for which planUnderlay decides.
 func fixed(was, is *config.Config) (keys []string) {
 	a, b := reflect.ValueOf(was).Elem(), reflect.ValueOf(is).Elem()
 	for i := range a.NumField() {
 		switch name := a.Type().Field(i).Name; name {
-		case "Path", "LogLevel", "Networks", "VMs":
+		case "Path", "LogLevel", "Networks", "VMs", "Underlay":
 		default:
 			if !reflect.DeepEqual(a.Field(i).Interface(), b.Field(i).Interface()) {
 				keys = append(keys, strings.ToLower(wordStart.ReplaceAllString(name, "$1-$2")))
@@ -76,6 +76,10 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	var wrong []string
 	for _, k := range fixed(d.cfg, next) {
 		wrong = append(wrong, fmt.Sprintf("`%s` cannot change while vnicd runs", k))
+	}
+	protectFirst, protectLast, ok := d.planUnderlay(next)
+	if !ok {
+		wrong = append(wrong, "`underlay` can change its keys and peers only while vnicd runs")
 	}
 	var levels, dmas, delVMs, addNets, moves, delNets, nets, addVMs []step
 	if next.LogLevel != d.cfg.LogLevel {
@@ -147,7 +151,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		slices.Sort(wrong)
 		return nil, fmt.Errorf("%w: nothing was changed: %s", errConflict, strings.Join(wrong, "; "))
 	}
-	return slices.Concat(levels, dmas, delVMs, addNets, moves, delNets, nets, addVMs), nil
+	return slices.Concat(levels, protectFirst, dmas, delVMs, addNets, moves, delNets, nets, addVMs, protectLast), nil
 }
 
 func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {

@@ -10,6 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
@@ -20,13 +21,16 @@ import (
 
 // Status is what `vnicd status` shows and `vnicd status -j` prints.
 type Status struct {
-	Host     string           `json:"host"`
-	Version  string           `json:"version"`
-	PID      int              `json:"pid"`
-	Uptime   float64          `json:"uptime_seconds"`
-	Engines  []loop.Stats     `json:"engines"`
-	Buffers  BufferStatus     `json:"buffers"`
-	VTEP     *vxlan.Status    `json:"vtep,omitempty"`
+	Host    string        `json:"host"`
+	Version string        `json:"version"`
+	PID     int           `json:"pid"`
+	Uptime  float64       `json:"uptime_seconds"`
+	Engines []loop.Stats  `json:"engines"`
+	Buffers BufferStatus  `json:"buffers"`
+	VTEP    *vxlan.Status `json:"vtep,omitempty"`
+
+	Protection *wireguard.Status `json:"protection,omitempty"` // of the underlay; nil: none
+
 	Networks []vswitch.Status `json:"networks"`
 	VMs      []VMStatus       `json:"vms"`
 	EVPN     *evpn.Status     `json:"evpn,omitempty"`
@@ -79,6 +83,10 @@ func (d *Daemon) Status() *Status {
 	if d.vtep != nil {
 		v := d.vtep.Status()
 		s.VTEP = &v
+	}
+	if d.guard != nil {
+		p := d.guard.Status()
+		s.Protection = &p
 	}
 	if d.evpn != nil {
 		s.EVPN = d.evpn.Status()

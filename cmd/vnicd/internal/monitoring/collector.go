@@ -10,6 +10,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -63,6 +64,21 @@ var (
 		"Pairs of addresses whose TCP the kernel carries between host ports and tunnels.")
 	shortFrames = counter("short_path_frames_total",
 		"Tunnel frames that the kernel carried between host ports and tunnels; vtep_* counts them, too.")
+)
+
+// What protects the tunnels. Peers are labelled by the address of their VTEP; the configuration bounds their number.
+var (
+	protectionUp = gauge("protection_up", "Whether the interface that encrypts the underlay works.", "interface",
+		"port")
+	protectionMTU      = gauge("protection_mtu_bytes", "MTU of that interface.")
+	protectionInErrors = counter("protection_in_errors_total",
+		"Packets refused after decryption: malformed, or with a source that is not their peer's.")
+	protectionOutErrors = counter("protection_out_errors_total",
+		"Packets not sent: no peer has their destination, or it does not answer.")
+	protectionHandshake = gauge("protection_peer_handshake_timestamp_seconds",
+		"When the latest session with a peer began; 0 = there was none.", "peer")
+	protectionIn  = counter("protection_peer_in_bytes_total", "Bytes of encrypted packets from a peer.", "peer")
+	protectionOut = counter("protection_peer_out_bytes_total", "Bytes of encrypted packets to a peer.", "peer")
 )
 
 // Networks and their ports.
@@ -284,6 +300,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.put(buffersUsed, float64(s.Buffers.InUse))
 	e.count(buffersExhausted, s.Buffers.Exhausted)
 	e.vtep(s)
+	e.protection(s.Protection)
 	e.evpn(s.EVPN)
 	e.hostMemory(s.Memory)
 	for i := range s.Networks {
@@ -343,6 +360,25 @@ func (e emitter) vtep(s *daemon.Status) {
 		}
 		e.put(vtepPeers, float64(learnt), n.Name, "learnt")
 		e.put(vtepPeers, float64(len(n.Peers)-learnt), n.Name, "static")
+	}
+}
+
+func (e emitter) protection(s *wireguard.Status) {
+	if s == nil {
+		return
+	}
+	e.yes(protectionUp, s.Problem == "", s.Interface, strconv.Itoa(int(s.ListenPort)))
+	e.put(protectionMTU, float64(s.MTU))
+	e.count(protectionInErrors, s.InErrors)
+	e.count(protectionOutErrors, s.OutErrors)
+	for _, p := range s.Peers {
+		at := 0.0
+		if !p.Handshake.IsZero() {
+			at = float64(p.Handshake.Unix())
+		}
+		e.put(protectionHandshake, at, p.VTEP.String())
+		e.count(protectionIn, p.InBytes, p.VTEP.String())
+		e.count(protectionOut, p.OutBytes, p.VTEP.String())
 	}
 }
 

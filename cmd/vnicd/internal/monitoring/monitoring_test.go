@@ -65,6 +65,10 @@ func filled() *daemon.Status {
 				v.Set(reflect.ValueOf(netip.MustParseAddr("192.0.2.1")))
 				return
 			}
+			if v.Type() == reflect.TypeFor[netip.AddrPort]() {
+				v.Set(reflect.ValueOf(netip.MustParseAddrPort("192.0.2.1:1")))
+				return
+			}
 			if v.Type() == reflect.TypeFor[time.Time]() {
 				next++
 				v.Set(reflect.ValueOf(time.Unix(next, 0)))

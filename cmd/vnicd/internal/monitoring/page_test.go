@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -98,6 +100,14 @@ func healthyVM() *daemon.Status {
 }
 
 // Each problem is found once, with its severity; normal states are not reported.
+// wireguardPeer gives a status a protected underlay with one peer.
+func wireguardPeer(sent uint64, handshake time.Time) func(*daemon.Status, *daemon.VMStatus) {
+	return func(s *daemon.Status, _ *daemon.VMStatus) {
+		s.Protection = &wireguard.Status{Peers: []wireguard.PeerStatus{{VTEP: netip.MustParseAddr("10.9.0.2"), OutBytes: sent,
+			Handshake: handshake}}}
+	}
+}
+
 func TestFindings(t *testing.T) {
 	drops := func(s *daemon.Status, reason vswitch.Reason) {
 		s.Networks[0].Ports[0].Drops = map[string]uint64{reason.String(): 5}
@@ -162,6 +172,15 @@ func TestFindings(t *testing.T) {
 		{name: "small budget", want: "warning budget", is: func(_ *daemon.Status, v *daemon.VMStatus) {
 			v.Memory.Evictions, v.Memory.Refaults = 500, 400
 		}},
+		{name: "the interface of WireGuard has gone", want: "error protection",
+			is: func(s *daemon.Status, _ *daemon.VMStatus) { s.Protection = &wireguard.Status{Problem: "gone"} }},
+		{name: "no answer to WireGuard", want: "error handshake 10.9.0.2", was: wireguardPeer(100, time.Time{}),
+			is: wireguardPeer(200, time.Time{})},
+		{name: "no answer since the last session", want: "error handshake 10.9.0.2", was: wireguardPeer(100, time.Unix(1, 0)),
+			is: wireguardPeer(200, time.Unix(1, 0))},
+		{name: "a session of WireGuard", was: wireguardPeer(100, time.Now()), is: wireguardPeer(200, time.Now())},
+		{name: "the first handshake", was: wireguardPeer(0, time.Time{}), is: wireguardPeer(148, time.Time{})},
+		{name: "an idle peer", was: wireguardPeer(100, time.Unix(1, 0)), is: wireguardPeer(100, time.Unix(1, 0))},
 		{name: "flapping", want: "warning flapping", is: func(s *daemon.Status, _ *daemon.VMStatus) {
 			s.Networks[0].Flapping = make([]vswitch.Flapping, 2)
 		}},

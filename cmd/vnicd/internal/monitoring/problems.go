@@ -4,12 +4,14 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/ethernet/wireguard"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -101,6 +103,11 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 			put(warning, "vtep", "", "", "tunnels drop datagrams: %s", perSecond(d, seconds))
 		}
 	}
+	if p := now.Protection; p != nil {
+		protectionFindings(before.Protection, p, time.Now(), func(severity, kind, what string, args ...any) {
+			put(severity, kind, "", "", what, args...)
+		})
+	}
 	if m, was := now.Memory, before.Memory; m != nil && was != nil && m.Target != 0 && was.Target != 0 {
 		put(note, "pressure", "", "", "the host is short of memory (%s): VMs keep less of it resident for their devices", m.Zone)
 	}
@@ -127,6 +134,26 @@ func findings(before, now *daemon.Status, loads []daemon.Load) (out []Problem) {
 		})
 	}
 	return out
+}
+
+// protectionFindings returns the problems of the protected underlay.
+func protectionFindings(was, is *wireguard.Status, now time.Time, put func(severity, kind, what string, args ...any)) {
+	if is.Problem != "" {
+		put(severe, "protection", "nothing passes through the tunnels: %s", is.Problem)
+		return
+	}
+	old := map[netip.Addr]uint64{}
+	if was != nil {
+		for _, p := range was.Peers {
+			old[p.VTEP] = p.OutBytes
+		}
+	}
+	for _, p := range is.Peers {
+		if sent := old[p.VTEP]; sent > 0 && p.OutBytes > sent && now.Sub(p.Handshake) > wireguard.SessionLife {
+			put(severe, "handshake "+p.VTEP.String(), "the host of VTEP %s does not answer WireGuard at %s: it is down, or keys "+
+				"or endpoints do not match, or a firewall drops UDP", p.VTEP, p.Endpoint)
+		}
+	}
 }
 
 // vmFindings returns the problems of one VM.

@@ -249,7 +249,8 @@ func (r *rig) serve(h *host, kept vhostuser.Kept) {
 	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Attribute: &h.attribute,
-		Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept}, h.hca, 0)
+		Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept},
+		h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)
 	}

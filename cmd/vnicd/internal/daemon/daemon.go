@@ -141,8 +141,14 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 func (d *Daemon) Close() error {
 	d.store.Freeze()
 	d.undo.run()
+	if err := d.store.Flush(flushLimit); err != nil {
+		d.log.Warn("VMs may lose their HCAs", "error", err)
+	}
 	return nil
 }
+
+// flushLimit bounds the wait for the service manager at the end. It is usually done within a millisecond.
+const flushLimit = 5 * time.Second
 
 // keeper returns the keeper of connections, nil without systemd.
 func (d *Daemon) keeper() vhostuser.Keeper {

@@ -1,9 +1,14 @@
 package systemd
 
 import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
 	"strings"
 	"sync/atomic"
 	"syscall"
+	"time"
 )
 
 // Store is systemd's file descriptor store (FileDescriptorStoreMax=). systemd passes what is kept there to the service
@@ -25,6 +30,28 @@ func (s *Store) Forget(name string) error {
 
 // Freeze makes Forget do nothing: the service is ending and leaves its descriptors to the next.
 func (s *Store) Freeze() { s.frozen.Store(true) }
+
+// Flush waits until systemd has read what was kept, for at most limit: it drops messages of a process that has ended.
+func (s *Store) Flush(limit time.Duration) error {
+	if !Managed() {
+		return nil
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return fmt.Errorf("systemd: %w", err)
+	}
+	defer r.Close()
+	err = notify("BARRIER=1", int(w.Fd())) // systemd closes it when it comes to this message (sd_notify_barrier(3))
+	_ = w.Close()
+	if err != nil {
+		return err
+	}
+	_ = r.SetReadDeadline(time.Now().Add(limit))
+	if _, err := r.Read(make([]byte, 1)); err != nil && !errors.Is(err, io.EOF) {
+		return fmt.Errorf("systemd does not read its messages: %w", err)
+	}
+	return nil
+}
 
 // Ending reports whether Freeze was called.
 func (s *Store) Ending() bool { return s.frozen.Load() }

@@ -181,6 +181,26 @@ func TestStore(t *testing.T) {
 	if got := read(t, c); got != "FDSTOREREMOVE=1\nFDNAME=hca/one" {
 		t.Errorf("%q", got)
 	}
+	flushed := make(chan error, 1)
+	go func() { flushed <- s.Flush(time.Minute) }()
+	if n, oobn, _, _, err = c.ReadMsgUnix(b, oob); err != nil || string(b[:n]) != "BARRIER=1" {
+		t.Fatalf("%q, %v", b[:n], err)
+	}
+	if msgs, err = syscall.ParseSocketControlMessage(oob[:oobn]); err != nil || len(msgs) != 1 {
+		t.Fatalf("%d control messages, %v", len(msgs), err)
+	}
+	if fds, err = syscall.ParseUnixRights(&msgs[0]); err != nil || len(fds) != 1 {
+		t.Fatalf("%d descriptors, %v", len(fds), err)
+	}
+	select {
+	case err := <-flushed:
+		t.Fatal("Flush has not waited:", err)
+	case <-time.After(20 * time.Millisecond):
+	}
+	_ = syscall.Close(fds[0])
+	if err := <-flushed; err != nil {
+		t.Error(err)
+	}
 	// A service that ends keeps its descriptors in the store.
 	s.Freeze()
 	if err := s.Forget("hca/one"); err != nil {

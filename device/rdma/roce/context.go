@@ -332,12 +332,14 @@ func (r *responder) record(c *record.Codec, q *QP) {
 	record.Num(c, &r.recv.Token)
 	record.Max(c, &r.recv.Status, StatusGeneral, "status")
 	r.recv.SGEs = recordSGEs(c, r.recv.SGEs, q.cfg.MaxRecvSGE)
-	record.Num(c, &r.fatal.syndrome)
-	record.Max(c, &r.fatal.status, StatusGeneral, "status")
-	record.Max(c, &r.fatal.event, EventLastWQE, "event")
-	record.Num(c, &r.fatal.psn)
-	r.recordResources(c, q)
-	r.emptyDue.record(c)
+	if q.typ == RC { // others have no responses
+		record.Num(c, &r.fatal.syndrome)
+		record.Max(c, &r.fatal.status, StatusGeneral, "status")
+		record.Max(c, &r.fatal.event, EventLastWQE, "event")
+		record.Num(c, &r.fatal.psn)
+		r.recordResources(c, q)
+		r.emptyDue.record(c)
+	}
 	if !c.Reading() {
 		return
 	}

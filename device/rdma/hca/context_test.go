@@ -1,0 +1,182 @@
+package hca
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// twin makes a new device like g's, with g's memory and no objects. The caller removes it by dropTwin.
+func (w *world) twin(tb testing.TB, g *guest) *guest {
+	tb.Helper()
+	d, err := New(g.cfg)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	x := &guest{Device: d, dataSide: d.data, w: w, tb: tb, mem: g.mem, space: translate.NewSpace(1), view: g.view}
+	if err := x.space.Map(memBase, g.mem); err != nil {
+		tb.Fatal(err)
+	}
+	x.Connected(fakeConn{x})
+	return x
+}
+
+func (x *guest) dropTwin() {
+	x.tb.Helper()
+	x.Disconnected()
+	x.checkEmpty()
+	if n := x.held.Load(); n != 0 {
+		x.tb.Errorf("%d holds are left", n)
+	}
+	x.Close()
+	if err := x.space.Unmap(memBase, memSize); err != nil {
+		x.tb.Error(err)
+	}
+}
+
+// furnished is a guest with objects of all kinds, some of them in use.
+func furnished(tb testing.TB, loops int) (*world, *guest) {
+	w := newWorld(tb, loops, 2, Limits{})
+	g, other := w.guests[0], w.guests[1]
+	pd := g.pd()
+	g.pd()
+	mem := g.alloc(64 << 10)
+	key := g.mr(pd, mem, 64<<10, abi.AccessLocalWrite|abi.AccessMWBind|remoteAll)
+	g.demand(pd, 100, demandAccess)
+	g.fast(pd)
+	for typ := range uint32(2) {
+		g.must(abi.CmdCreateMW, enc(abi.SizeCreateMW, &abi.CreateMW{PDN: pd, Type: typ + 1}))
+	}
+	g.ahTable()
+	a := g.qp(qpSpec{pd: pd})
+	b := other.qp(qpSpec{pd: other.pd()})
+	a.connectRC(b)
+	b.connectRC(a)
+	theirs := other.alloc(4096)
+	rkey := other.mr(1, theirs, 4096, abi.AccessLocalWrite|remoteAll)
+	for range 5 {
+		a.request(abi.WRRDMARead, abi.SGE{Addr: uint64(mem), Length: 4096, LKey: key}, uint64(theirs), rkey)
+	}
+	w.step(2)
+	shared, ring := g.srq(pd, 16, 4)
+	ring.postRecv(1, abi.SGE{Addr: uint64(mem), Length: 64, LKey: key})
+	g.qp(qpSpec{pd: pd, flags: abi.QPHasSRQ | abi.QPSigAll, srq: shared})
+	ud := g.qp(qpSpec{pd: pd, typ: abi.QPTypeUD})
+	ud.connectUD(5)
+	g.must(abi.CmdAttachMcast, enc(abi.SizeMcast, &abi.Mcast{QPN: ud.n, GID: [16]byte{0: 0xff, 1: 2, 15: 1}}))
+	g.qp(qpSpec{pd: pd, typ: abi.QPTypeGSI})
+	g.must(abi.CmdDestroyQP, handle(g.qp(qpSpec{pd: pd}).n)) // leaves an index free
+	failed := g.qp(qpSpec{pd: pd})
+	failed.modify(abi.QPErr, 0, abi.QPAttr{})
+	return w, g
+}
+
+func saved(tb testing.TB, g *guest) []byte {
+	tb.Helper()
+	b, err := g.Save()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return b
+}
+
+// A device that continues a context has the same context, the same account, and numbers later objects as the first.
+func TestContext(t *testing.T) {
+	for loops := 1; loops <= 2; loops++ {
+		w, g := furnished(t, loops)
+		context := saved(t, g)
+		x := w.twin(t, g)
+		if err := x.Restore(context); err != nil {
+			t.Fatal(err)
+		}
+		if again := saved(t, x); !bytes.Equal(again, context) {
+			t.Errorf("%d loops: a context of %d bytes became one of %d", loops, len(context), len(again))
+		}
+		x.checkAccount()
+		if x.generation.Load() != g.generation.Load() {
+			t.Error("the driver would take the device for another")
+		}
+		if got, want := x.pd(), g.pd(); got != want {
+			t.Errorf("next protection domain %d, want %d", got, want)
+		}
+		x.dropTwin()
+	}
+}
+
+// Contexts that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).
+func TestDamagedContext(t *testing.T) {
+	w, g := furnished(t, 1)
+	good := saved(t, g)
+	rng := rand.New(rand.NewPCG(1, 2))
+	refused := 0
+	for range 400 {
+		bad := bytes.Clone(good)
+		for range 1 + rng.IntN(3) {
+			bad[rng.IntN(len(bad))] ^= byte(1 + rng.IntN(255))
+		}
+		if rng.IntN(10) == 0 {
+			bad = bad[:rng.IntN(len(bad))]
+		}
+		if w.tryContext(t, g, bad) != nil {
+			refused++
+		}
+	}
+	if refused < 100 || refused == 400 {
+		t.Errorf("%d of 400 damaged contexts were refused", refused)
+	}
+}
+
+// tryContext lets a twin of g continue a context, do what it then does, and go.
+func (w *world) tryContext(tb testing.TB, g *guest, context []byte) error {
+	tb.Helper()
+	x := w.twin(tb, g)
+	defer x.dropTwin()
+	err := x.Restore(context)
+	if err != nil {
+		x.checkEmpty()
+		return err
+	}
+	for _, e := range x.engines {
+		_ = x.thaw(e)
+	}
+	w.step(20)
+	return nil
+}
+
+// A context of another VM, of a device with other queues, and of another version.
+func TestForeignContext(t *testing.T) {
+	w, g := furnished(t, 1)
+	other := w.guests[1]
+	for what, context := range map[string][]byte{
+		"another VM":     saved(t, g),
+		"nothing":        nil,
+		"not a context":  []byte("a context of nothing"),
+		"newer version":  bytes.Replace(saved(t, other), []byte(contextMagic+"\x01"), []byte(contextMagic+"\x02"), 1),
+		"trailing bytes": append(saved(t, other), 0),
+	} {
+		x := w.twin(t, other)
+		if err := x.Restore(context); !errors.Is(err, record.ErrInvalid) {
+			t.Errorf("%s: %v", what, err)
+		}
+		x.checkEmpty()
+		x.dropTwin()
+	}
+	two, h := furnished(t, 2)
+	x := two.twin(t, h)
+	if err := x.Restore(saved(t, g)); !errors.Is(err, record.ErrInvalid) {
+		t.Errorf("another number of engines: %v", err)
+	}
+	x.dropTwin()
+}
+
+// FuzzDeviceContext restores arbitrary bytes.
+func FuzzDeviceContext(f *testing.F) {
+	w, g := furnished(f, 1)
+	f.Add(saved(f, g))
+	f.Fuzz(func(t *testing.T, context []byte) { _ = w.tryContext(t, g, context) })
+}

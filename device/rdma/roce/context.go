@@ -48,7 +48,7 @@ func (q *QP) Context(c *record.Codec, now int64, addressable func(*AddressVector
 	if state == Reset || c.Err() != nil {
 		return
 	}
-	q.req.record(c, q, addressable)
+	q.req.record(c, q, state, addressable)
 	q.resp.record(c, q)
 	if c.Reading() && c.Err() == nil {
 		q.state = state
@@ -132,20 +132,24 @@ func (v *AddressVector) record(c *record.Codec, addressable func(*AddressVector)
 	}
 }
 
-// record describes the requester: work requests head to tail, and how much of them is acknowledged.
-func (r *requester) record(c *record.Codec, q *QP, addressable func(*AddressVector) bool) {
+// record describes the requester: work requests head to tail, and how much of them is acknowledged. In the error state
+// they have no PSNs: they are flushed.
+func (r *requester) record(c *record.Codec, q *QP, state State, addressable func(*AddressVector) bool) {
 	n := c.Len(int(r.tail-r.head), len(r.slots), "send requests")
-	first := r.nextPSN // of the oldest request
-	if n > 0 && !c.Reading() {
+	first, una, sent := r.nextPSN, r.una, r.sent // first: of the oldest request
+	switch {
+	case state == Err:
+		una, sent = first, first
+	case n > 0 && !c.Reading():
 		first = r.slot(r.head).first
 	}
 	record.Num(c, &r.head)
 	recordPSN(c, &first, "first PSN of the send queue")
-	recordPSN(c, &r.una, "oldest unacknowledged PSN")
-	recordPSN(c, &r.sent, "end of the PSNs sent")
+	recordPSN(c, &una, "oldest unacknowledged PSN")
+	recordPSN(c, &sent, "end of the PSNs sent")
 	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
 	if c.Reading() {
-		r.tail, r.nextPSN = r.head, first
+		r.tail, r.nextPSN, r.una, r.sent = r.head, first, una, sent
 	}
 	for i := range uint32(n) {
 		s := r.slot(r.head + i)
@@ -156,12 +160,15 @@ func (r *requester) record(c *record.Codec, q *QP, addressable func(*AddressVect
 		if !c.Reading() {
 			continue
 		}
-		if s.w.Seq = r.head + i; !q.adoptSlot(c, s) {
+		if s.w.Seq = r.head + i; !q.adoptSlot(c, s, state) {
 			return
 		}
 		r.tail++
 	}
-	ends := r.requestsInFlight()
+	var ends []uint64
+	if state != Err {
+		ends = r.requestsInFlight()
+	}
 	record.List(c, &ends, len(r.readEnds), "READs and atomics in flight", func(e *uint64) {
 		recordPSN(c, e, "end of a READ")
 	})
@@ -179,10 +186,10 @@ func (r *requester) requestsInFlight() (ends []uint64) {
 }
 
 // adoptSlot completes a work request that was read, as fetchWQE does.
-func (q *QP) adoptSlot(c *record.Codec, s *sendSlot) bool {
+func (q *QP) adoptSlot(c *record.Codec, s *sendSlot, state State) bool {
 	s.info = s.w.Opcode.info()
 	s.first, s.end = q.req.nextPSN, q.req.nextPSN
-	if s.failed {
+	if s.failed || state == Err {
 		return true
 	}
 	if st := q.checkWQE(s); st != StatusSuccess {

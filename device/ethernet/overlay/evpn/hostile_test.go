@@ -397,8 +397,9 @@ func testCrowd(t *testing.T, f *fabric) {
 		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		x.tell(l)
 	}
+	// More often, if BGP's process repeats routes that it had told when the network came up.
 	testutil.Eventually(t, "routes beyond the bound are refused",
-		func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
+		func() bool { return h.s.Status().Refused[errClaims.Error()] >= more })
 	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
 		t.Errorf("%d routes are kept", got)
 	}

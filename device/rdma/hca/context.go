@@ -112,6 +112,7 @@ func (d *Device) Restore(b []byte) (err error) {
 	defer d.mu.Unlock()
 	d.tables.numbered(&x)
 	d.generation.Store(x.generation)
+	d.resumed = true
 	d.data.paused.Store(d.tables.qps > 0)
 	d.log.Info("resumed the objects of the previous vnicd", "qps", d.tables.qps, "cqs", len(d.tables.cqs), "regions",
 		len(d.tables.mrs))

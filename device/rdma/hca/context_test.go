@@ -8,6 +8,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -106,6 +107,40 @@ func TestContext(t *testing.T) {
 		}
 		x.dropTwin()
 	}
+}
+
+// The command queue's indices wrap around: a restored device goes on at 0 with its objects. When it starts there once
+// more, it has a new driver.
+func TestContextAtZero(t *testing.T) {
+	w, g := furnished(t, 1)
+	x := w.twin(t, g)
+	dq := g.eventQueue(abi.EventQueue, 4, 64)
+	start := func() {
+		t.Helper()
+		q, err := virtq.New(g.space, virtq.Config{Size: 4, Desc: dq.desc, Avail: g.alloc(4096), Used: g.alloc(4096),
+			Kick: dq.kick})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := x.StartQueue(abi.CommandQueue, q); err != nil {
+			t.Fatal(err)
+		}
+	}
+	context := saved(t, g)
+	if err := x.Restore(context); err != nil {
+		t.Fatal(err)
+	}
+	start()
+	x.StopQueue(abi.CommandQueue)
+	if len(saved(t, x)) == 0 {
+		t.Fatal("the objects are gone")
+	}
+	start() // the front end did not report a reset
+	x.StopQueue(abi.CommandQueue)
+	if len(saved(t, x)) != 0 {
+		t.Fatal("a new driver finds the objects of the previous one")
+	}
+	x.dropTwin()
 }
 
 // Contexts that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).

@@ -83,6 +83,7 @@ type Device struct {
 	conn     virtio.Conn
 	commands *commandLoop
 	closed   bool
+	resumed  bool // Restore has made the objects; the command queue goes on, whatever its position
 
 	mu     sync.Mutex // guards the tables below; one command, reset or status query at a time
 	tables tables
@@ -306,6 +307,7 @@ func (d *Device) teardown() (lost bool) {
 	}
 	d.data.up.Store(false)
 	d.data.paused.Store(false)
+	d.resumed = false
 	d.generation.Add(1)
 	return d.wipe()
 }
@@ -376,7 +378,8 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	if d.commands != nil {
 		return errors.New("hca: the command queue runs already")
 	}
-	if q.Base() == 0 && d.wipe() {
+	resumed := d.resumed
+	if d.resumed = false; q.Base() == 0 && !resumed && d.wipe() {
 		d.log.Info("new driver: state of the previous one dropped")
 	}
 	c, err := d.startCommands(q)

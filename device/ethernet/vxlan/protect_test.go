@@ -47,7 +47,7 @@ func TestProtection(t *testing.T) {
 		if s := r.vt.Status(); s.Device != "under" || s.ShortPath.State != "off: the underlay is encrypted" {
 			t.Errorf("device %s, short path %q", s.Device, s.ShortPath.State)
 		}
-		// The path that is not protected, with somebody on it who has the peer's address.
+		// The path that is not protected. On it, a host uses the peer's address.
 		path := nstest.New(t, "c")
 		nstest.Pair(r.a, path, "plain", 1500)
 		for _, dev := range []string{"all", "plain"} {

@@ -227,7 +227,7 @@ func (r *reader) nlri() (k nlri) {
 	return k
 }
 
-// putPath appends a path, unless it comes from nobody who is known.
+// putPath appends a path, unless it comes from an address that is not a configured neighbour.
 func putPath(b []byte, c *Config, p *path) []byte {
 	var flags uint16
 	for i, is := range [...]bool{p.used, p.withdrawn, !p.from.IsValid(), p.sticky, p.labelled, p.foreign, p.oddMAC,

@@ -133,8 +133,8 @@ func refuse(w http.ResponseWriter, err error) {
 	http.Error(w, err.Error(), http.StatusServiceUnavailable)
 }
 
-// send passes an answer on to the client, who has a time to read it. If the client does not, or the daemon cannot
-// complete its answer, the connection is closed, so that nobody takes the part for the whole.
+// send passes an answer on to the client, which must read it within a time. If it does not, or the daemon cannot
+// complete its answer, the connection is closed, so that no client takes the part for the whole.
 func send(w http.ResponseWriter, a *answer, within time.Duration) {
 	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(within))
 	w.Header().Set("Content-Type", a.ContentType)

@@ -112,7 +112,7 @@ func (d *Device) Restore(b []byte) (err error) {
 	defer d.mu.Unlock()
 	d.tables.numbered(&x)
 	d.generation.Store(x.generation)
-	d.resumed = true
+	d.position = x.position
 	d.data.paused.Store(d.tables.qps > 0)
 	d.log.Info("resumed the objects of the previous vnicd", "qps", d.tables.qps, "cqs", len(d.tables.cqs), "regions",
 		len(d.tables.mrs))
@@ -443,7 +443,7 @@ func (x *qpContext) put(q *qp) error {
 // take fills x with the state of d. The caller holds d.mu.
 func (x *deviceContext) take(d *Device) error {
 	t := &d.tables
-	x.generation = d.generation.Load()
+	x.generation, x.position = d.generation.Load(), d.position
 	x.lastPD, x.lastCQ, x.lastSRQ, x.lastWindowPD = t.lastPD, t.lastCQ, t.lastSRQ, t.lastWindowPD
 	for i, g := range d.data.gids.snap.Load().all {
 		if g.set {

@@ -12,6 +12,7 @@ import (
 
 type deviceContext struct {
 	generation                            uint32
+	position                              uint16 // of the command queue
 	lastPD, lastCQ, lastSRQ, lastWindowPD uint32
 	gids                                  []gidContext
 	bells                                 []bellContext
@@ -128,6 +129,7 @@ func (x *deviceContext) record(c *record.Codec, d *Device) {
 	for _, p := range []*uint32{&x.generation, &x.lastPD, &x.lastCQ, &x.lastSRQ, &x.lastWindowPD} {
 		record.Num(c, p)
 	}
+	record.Num(c, &x.position)
 	record.List(c, &x.gids, 1<<16, "GIDs", func(g *gidContext) {
 		record.Num(c, &g.index)
 		c.Bool(&g.v1)

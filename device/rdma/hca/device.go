@@ -83,7 +83,7 @@ type Device struct {
 	conn     virtio.Conn
 	commands *commandLoop
 	closed   bool
-	resumed  bool // Restore has made the objects; the command queue goes on, whatever its position
+	position uint16 // of the command queue when it was stopped, also by the process that wrote the context
 
 	mu     sync.Mutex // guards the tables below; one command, reset or status query at a time
 	tables tables
@@ -307,7 +307,6 @@ func (d *Device) teardown() (lost bool) {
 	}
 	d.data.up.Store(false)
 	d.data.paused.Store(false)
-	d.resumed = false
 	d.generation.Add(1)
 	return d.wipe()
 }
@@ -370,7 +369,7 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	return d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].startDoorbells(q)
 }
 
-// startCommandQueue starts the device. A queue whose indices are 0 has a new driver.
+// startCommandQueue starts the device. A queue that starts at 0, and was stopped elsewhere, has a new driver.
 // If objects of the previous driver still exist, the front end did not report the
 // reset (it may only have stopped the queues). The generation stays: the new driver
 // has read it already and has lost no state.
@@ -378,8 +377,7 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	if d.commands != nil {
 		return errors.New("hca: the command queue runs already")
 	}
-	resumed := d.resumed
-	if d.resumed = false; q.Base() == 0 && !resumed && d.wipe() {
+	if q.Base() == 0 && d.position != 0 && d.wipe() {
 		d.log.Info("new driver: state of the previous one dropped")
 	}
 	c, err := d.startCommands(q)
@@ -417,6 +415,7 @@ func (d *Device) StopQueue(i int) {
 		if d.commands != nil {
 			d.data.up.Store(false)
 			d.commands.stop()
+			d.position = d.commands.q.Base()
 			d.commands = nil
 			for _, e := range d.data.engines {
 				e.loop.Visit(e.freeze)

@@ -40,7 +40,7 @@ func sleepingPingpong(ctx context.Context, t *testing.T, a, b lab.End) (client, 
 
 // TestContinuity: vnicd is killed and started again while two VMs have an RC connection in use and a TCP stream between
 // them. The stream continues. RDMA programs, polling and sleeping ones, end with errors by themselves; the HCA comes
-// back by itself and works again. Nothing is left over on host or guest.
+// back by itself and works again. The last time the VM is paused meanwhile. Nothing is left over on host or guest.
 func TestContinuity(t *testing.T) {
 	l, ctx := newLab(t)
 	w := makeTwoHosts(ctx, t, l, managed(t, l), vmA, vmB)
@@ -73,9 +73,16 @@ func TestContinuity(t *testing.T) {
 			return connected(ctx, t, w.a, "vm1") == 2 && connected(ctx, t, w.b, "vm2") == 2
 		})
 		start := time.Now()
+		last := i == *restarts-1
+		if last {
+			check(t, vm.QMP().Run(ctx, "stop", nil, nil))
+		}
 		check(t, victim.Proc.Signal(syscall.SIGKILL))
 		<-victim.Proc.Done()
 		check(t, victim.Start(ctx))
+		if last {
+			check(t, vm.QMP().Run(ctx, "cont", nil, nil))
+		}
 		// Programs in the VM whose vnicd restarted must end, and so must those that send to it. A program on the other
 		// side that only waits for messages does not learn of it, as with any RC connection.
 		idle := map[bool]string{true: "server that sleeps", false: "client that sleeps"}[victim == w.a]

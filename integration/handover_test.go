@@ -14,7 +14,8 @@ import (
 var handovers = flag.Int("handovers", 6, "how often TestHandover restarts vnicd; 200 for the long test")
 
 // TestHandover: the vnicds of two hosts are stopped and started again in turns while VMs on them use RC connections:
-// programs that poll and programs that sleep go on without an error, and what they transfer is right (CO-1).
+// programs that poll and programs that sleep go on without an error, and what they transfer is right (CO-1). The last
+// two times the VM is paused meanwhile.
 func TestHandover(t *testing.T) {
 	l, ctx := newLab(t)
 	w := makeTwoHosts(ctx, t, l, managed(t, l), vmA, vmB)
@@ -30,8 +31,15 @@ func TestHandover(t *testing.T) {
 	for i := range *handovers {
 		victim := []*lab.Host{w.a, w.b}[i%2]
 		start := time.Now()
+		paused := w.vms[i%2].QMP()
+		if i >= *handovers-2 {
+			check(t, paused.Run(ctx, "stop", nil, nil))
+		}
 		check(t, victim.Stop(ctx))
 		check(t, victim.Start(ctx))
+		if i >= *handovers-2 {
+			check(t, paused.Run(ctx, "cont", nil, nil))
+		}
 		// The counters of the new vnicd begin at 0.
 		for _, h := range []struct {
 			host *lab.Host

@@ -62,13 +62,20 @@ func (k *keeping) eventfd(what string, epoch uint64, ring int) string {
 // handOver stops the rings and stores what the next process needs to go on, if there is one to come.
 func (se *session) handOver() {
 	dev, ok := se.dev.(virtio.Continuer)
-	if se.kept.to == nil || !se.kept.to.Ending() || !ok || !se.backend.isLive() {
+	if se.kept.to == nil || !se.kept.to.Ending() || !ok {
 		return
 	}
-	s := se.state() // the driver runs
+	s := se.state() // live: the driver runs; if not, the VM is paused, or has no driver
 	se.leaving = true
 	se.stopAll()
-	h, err := se.handed(dev)
+	state, err := dev.Save()
+	if !s.Live && err == nil && len(state) == 0 {
+		return
+	}
+	var h *handed
+	if err == nil {
+		h, err = se.handed(state)
+	}
 	if err != nil {
 		se.log.Warn("the device's state cannot be handed over: the driver has to begin anew", "error", err)
 		return
@@ -78,11 +85,7 @@ func (se *session) handOver() {
 }
 
 // handed stores the rings' eventfds and the device's state.
-func (se *session) handed(dev virtio.Continuer) (*handed, error) {
-	state, err := dev.Save()
-	if err != nil {
-		return nil, err
-	}
+func (se *session) handed(state []byte) (*handed, error) {
 	h := &handed{
 		Epoch: rand.Uint64(), Features: se.features, Negotiated: se.negotiated, Status: se.status,
 		Context: uint64(len(state)),
@@ -145,7 +148,7 @@ func (se *session) takeOver(h *handed, kept Kept) bool {
 	if h != nil {
 		// A context serves once. If this process dies, the driver has to begin anew.
 		s := se.state()
-		s.Live = true
+		s.Live = se.wasLive
 		se.kept.write(&s)
 	}
 	parts := se.takeParts(h, kept)

@@ -235,7 +235,7 @@ func (se *session) state() keptState {
 }
 
 // adopt restores the session's state from the previous process, except for the rings. It is checked as if the front end
-// had sent it, for it did. A running driver is told that the device has lost its state.
+// had sent it, for it did. If the state is not continued, the driver is told that the device has lost it.
 func (se *session) adopt(kept Kept) error {
 	fd, ok := kept.take(se.kept.agreed())
 	if !ok {
@@ -268,6 +268,9 @@ func (se *session) adopt(kept Kept) error {
 	}
 	se.wasLive = s.Live
 	continued := se.takeOver(s.Handed, kept)
+	if !continued {
+		se.backend.configChanged(se.log) // waits for announce, or until rings start
+	}
 	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", s.Live, "continued",
 		continued)
 	return nil
@@ -290,13 +293,13 @@ func (se *session) adoptRegion(r Region, kept Kept) error {
 }
 
 // announce tells the previous process's driver that the device has lost its state. Pending requests are handled first,
-// because QEMU may have stopped the rings.
+// because QEMU may have stopped the rings, as it does to pause the VM. Then, and if they had been stopped before, the
+// driver is told when they start.
 func (se *session) announce() {
 	if !se.wasLive || se.t.Pending() {
 		return
 	}
 	se.wasLive = false
 	se.backend.setLive(true, se.log)
-	se.backend.configChanged(se.log)
 	se.backend.setLive(false, se.log)
 }

@@ -1,6 +1,7 @@
 package vhostuser_test
 
 import (
+	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -94,31 +95,59 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	testutil.Eventually(t, "nothing is kept of a gone front end", func() bool { return len(s.Names()) == 0 })
 }
 
-// Requests sent while no process ran are handled before the notice; a driver that has stopped its rings meanwhile must
-// not be notified (QEMU would abort).
-func TestRingsStoppedMeanwhile(t *testing.T) {
-	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
-	_, die := process(t, s, nil, path)
-	m := memory(t, regions...)
-	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
-	die()
-	stopped := make(chan error, 1)
-	go func() {
-		_, err := d.Client().GetVringBase(0)
-		stopped <- err
-	}()
-	time.Sleep(20 * time.Millisecond) // so that the request is there first; otherwise the test shows less
-	process(t, s, s.Pass(), path)
-	if err := <-stopped; err != nil {
-		t.Fatal(err)
-	}
-	if err := d.ReadConfig(make([]byte, 4), 0); err != nil {
-		t.Fatal(err)
-	}
-	select {
-	case <-d.ConfigChanged():
-		t.Error("the driver was told after its rings stopped")
-	default:
+// A driver whose rings are stopped, as those of a paused VM, must not be notified (QEMU would abort). It is told when
+// they start. Requests sent while no process ran are handled before the notice.
+func TestRingsStopped(t *testing.T) {
+	for _, when := range []string{"before", "meanwhile"} {
+		t.Run(when, func(t *testing.T) {
+			s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
+			_, die := process(t, s, nil, path)
+			m := memory(t, regions...)
+			d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
+			stopped := make(chan error, 1)
+			stop := func() {
+				var err error
+				for i := range d.NumQueues() {
+					_, e := d.Client().GetVringBase(i)
+					err = errors.Join(err, e)
+				}
+				stopped <- err
+			}
+			if when == "before" {
+				stop()
+				die()
+			} else {
+				die()
+				go stop()
+				time.Sleep(20 * time.Millisecond) // so that the requests are there first; otherwise the test shows less
+			}
+			process(t, s, s.Pass(), path)
+			if err := <-stopped; err != nil {
+				t.Fatal(err)
+			}
+			if err := d.ReadConfig(make([]byte, 4), 0); err != nil {
+				t.Fatal(err)
+			}
+			select {
+			case <-d.ConfigChanged():
+				t.Error("the driver was told after its rings stopped")
+			default:
+			}
+			if err := d.Client().SetFeatures(d.Features()); err != nil {
+				t.Fatal(err)
+			}
+			for i := range d.NumQueues() {
+				if err := d.StartQueue(i); err != nil {
+					t.Fatal(err)
+				}
+			}
+			select {
+			case <-d.ConfigChanged():
+			case <-testContext(t).Done():
+				t.Fatal("the driver was not told")
+			}
+			roundTrip(t, d, m, 1, "after")
+		})
 	}
 }
 

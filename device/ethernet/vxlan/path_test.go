@@ -353,13 +353,18 @@ func TestRefused(t *testing.T) {
 		{From: netip.MustParseAddr(remoteIP), VNI: 77, Reason: "unknown-vni"}:      true,
 		{From: netip.MustParseAddr(remoteIP), VNI: 0, Reason: "bad-header"}:        true,
 	}
+	sent := uint64(0)
 	testutil.Eventually(t, "three senders are named, more than once", func() bool {
 		// Again each time: a loop does not wait for another, or for Status, to name a sender.
 		r.send(stranger, datagram(8, 100, good))
 		r.send(r.remote, datagram(8, 77, good))
 		r.send(r.remote, datagram(0, 100, good))
+		sent++
 		left := len(want)
 		for _, x := range r.vt.Status().Refused {
+			if x.Count > sent {
+				t.Fatalf("%v: sent %d", x, sent)
+			}
 			many := x.Count > 1
 			if x.Ago, x.Count = 0, 0; want[x] && many {
 				left--
@@ -367,6 +372,8 @@ func TestRefused(t *testing.T) {
 		}
 		return left == 0
 	})
+	testutil.Eventually(t, "every bad header is counted",
+		func() bool { return r.vt.Counters.Dropped(vswitch.BadHeader) == sent })
 	testutil.Eventually(t, "the wrong port is counted", func() bool { return r.vt.Status().Drops[WrongPort] == 1 })
 	select {
 	case f := <-r.sink.frames:

@@ -391,15 +391,16 @@ func testCrowd(t *testing.T, f *fabric) {
 	x := f.intruder()
 	n := h.tenant(100, NetworkConfig{})
 	x.serve(vtepAddr(9), 100)
+	// A list comes after the replay that the new network asked BGP's process for. Routes told before would be refused twice.
+	h.s.Routes("")
 	const more = 50
 	for i := range maxClaims + more {
 		l := truth(1)
 		l.ip = netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)})
 		x.tell(l)
 	}
-	// More often, if BGP's process repeats routes that it had told when the network came up.
 	testutil.Eventually(t, "routes beyond the bound are refused",
-		func() bool { return h.s.Status().Refused[errClaims.Error()] >= more })
+		func() bool { return h.s.Status().Refused[errClaims.Error()] == more })
 	if got := len(h.s.Routes("net100")); got > maxClaims+10 {
 		t.Errorf("%d routes are kept", got)
 	}

@@ -391,7 +391,7 @@ func testCrowd(t *testing.T, f *fabric) {
 	x := f.intruder()
 	n := h.tenant(100, NetworkConfig{})
 	x.serve(vtepAddr(9), 100)
-	// A list comes after the replay that the new network asked BGP's process for. Routes told before would be refused twice.
+	// A list comes after the replay that the new network asked BGP's process for, which would refuse routes twice.
 	h.s.Routes("")
 	const more = 50
 	for i := range maxClaims + more {

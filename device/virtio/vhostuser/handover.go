@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -36,6 +37,7 @@ type handed struct {
 	Status     uint8        `json:"status"`
 	Context    uint64       `json:"context"` // size of the device's state, 0: none
 	Rings      []handedRing `json:"rings"`   // by number
+	Stopped    int64        `json:"stopped"` // when the rings were stopped, on the clock since the host's boot, ns
 }
 
 type handedRing struct {
@@ -67,6 +69,7 @@ func (se *session) handOver() {
 	}
 	s := se.state() // live: the driver runs; if not, the VM is paused, or has no driver
 	se.leaving = true
+	stopped := sinceBoot()
 	se.stopAll()
 	state, err := dev.Save()
 	if !s.Live && err == nil && len(state) == 0 {
@@ -80,6 +83,7 @@ func (se *session) handOver() {
 		se.log.Warn("the device's state cannot be handed over: the driver has to begin anew", "error", err)
 		return
 	}
+	h.Stopped = stopped
 	s.Handed = h
 	se.kept.write(&s)
 }
@@ -174,7 +178,15 @@ func (se *session) takeOver(h *handed, kept Kept) bool {
 		return false
 	}
 	se.wasLive = false
+	se.silence = max(time.Duration(sinceBoot()-h.Stopped), 0)
 	return true
+}
+
+// sinceBoot returns the time since the host's boot, ns: a clock that two processes share and nobody sets.
+func sinceBoot() int64 {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &t) // cannot fail
+	return t.Nano()
 }
 
 // handedParts are descriptors that were handed over; -1: none.

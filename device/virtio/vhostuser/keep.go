@@ -234,6 +234,12 @@ func (se *session) state() keptState {
 	return s
 }
 
+// adoptCounted is adopt, and counts the result.
+func (se *session) adoptCounted(kept Kept) error {
+	defer func() { se.srv.cfg.Continuity.end(se.backend.isLive() && se.silence > 0, se.silence) }() // also after a panic
+	return se.adopt(kept)
+}
+
 // adopt restores the session's state from the previous process, except for the rings. It is checked as if the front end
 // had sent it, for it did. If the state is not continued, the driver is told that the device has lost it.
 func (se *session) adopt(kept Kept) error {

@@ -53,6 +53,8 @@ type Config struct {
 	Keeper Keeper
 	KeepAs string
 	Kept   Kept
+	// Continuity, if set, counts what became of Kept.
+	Continuity *Continuity
 }
 
 // takeoverPatience is how long a new front end waits for its predecessor's tear-down. A killed QEMU leaves a device
@@ -148,6 +150,7 @@ func (s *Server) resume() {
 		return
 	}
 	s.slot <- struct{}{}
+	s.cfg.Continuity.begin()
 	s.begin(c, kept)
 }
 

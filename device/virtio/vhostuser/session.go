@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
@@ -39,9 +40,10 @@ type session struct {
 	watch   worktime.Watch // of the message that is being handled
 
 	kept    keeping
-	trial   *trial // nil: the connection is not resumed
-	wasLive bool   // the running driver does not know yet that the process was replaced
-	leaving bool   // the state for the next process is complete
+	trial   *trial        // nil: the connection is not resumed
+	silence time.Duration // for which the device stood still before it went on here; 0: it has not gone on
+	wasLive bool          // the running driver does not know yet that the process was replaced
+	leaving bool          // the state for the next process is complete
 }
 
 // errRefused is wrapped by errors of one request: the state is unchanged and the connection continues. The front end is
@@ -107,7 +109,7 @@ func (se *session) converse(kept Kept) error {
 	se.backend.offered = se.dev.ConfigSize() > 0
 	se.dev.Connected(se)
 	if kept != nil {
-		if err := se.adopt(kept); err != nil {
+		if err := se.adoptCounted(kept); err != nil {
 			return fmt.Errorf("connection of the previous vnicd cannot be resumed: %w", err)
 		}
 		if se.trial != nil {

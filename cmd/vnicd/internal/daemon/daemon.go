@@ -81,6 +81,8 @@ type Daemon struct {
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
 
+	continuity vhostuser.Continuity
+
 	undo undo
 }
 

@@ -36,6 +36,20 @@ type Status struct {
 	EVPN     *evpn.Status     `json:"evpn,omitempty"`
 
 	Memory *hostdriver.HostStatus `json:"memory,omitempty"` // of the host; nil: not watched
+
+	Continued ContinuedStatus `json:"continued"`
+}
+
+// ContinuedStatus describes the HCAs of the previous vnicd's VMs (CO-1).
+type ContinuedStatus struct {
+	Pending int     `json:"pending"`         // are being resumed
+	HCAs    int     `json:"hcas"`            // of running VMs: went on where the previous vnicd stopped them
+	Silence float64 `json:"silence_seconds"` // the longest time for which one of these stood still
+}
+
+func (d *Daemon) continued() ContinuedStatus {
+	s := d.continuity.Status()
+	return ContinuedStatus{s.Pending, s.Continued, s.Silence.Seconds()}
 }
 
 // IsApplication reports whether this is a host application.
@@ -75,7 +89,8 @@ type DMAStatus struct {
 func (d *Daemon) Status() *Status {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
-	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds()}
+	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds(),
+		Continued: d.continued()}
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
 	}

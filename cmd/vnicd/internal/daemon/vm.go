@@ -152,6 +152,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		return err
 	}
 	socket.Keeper, socket.KeepAs, socket.Kept = d.keeper(), "hca/"+c.Name, d.kept
+	socket.Continuity = &d.continuity
 	return v.listen(socket, v.hca)
 }
 

@@ -42,6 +42,8 @@ func gauge(name, help string, labels ...string) metric {
 var (
 	buildInfo    = gauge("build_info", "Always 1; labels: version and host name.", "version", "host")
 	uptime       = gauge("uptime_seconds", "Time since the daemon's start.")
+	continued    = gauge("continued_hcas", "HCAs of running VMs that go on where the previous daemon stopped them.")
+	silence      = gauge("continued_silence_seconds", "Longest time for which one of these HCAs stood still.")
 	engineRounds = counter("engine_rounds_total", "Passes of a data-path thread.", "engine")
 	engineSleeps = counter("engine_sleeps_total", "Times that a data-path thread found nothing to do and slept.",
 		"engine")
@@ -290,6 +292,8 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	s := c.status()
 	e.put(buildInfo, 1, s.Version, s.Host)
 	e.put(uptime, s.Uptime)
+	e.put(continued, float64(s.Continued.HCAs))
+	e.put(silence, s.Continued.Silence)
 	for _, l := range s.Engines {
 		id := strconv.Itoa(l.ID)
 		e.count(engineRounds, l.Rounds, id)

@@ -1,0 +1,49 @@
+package vhostuser
+
+import (
+	"sync"
+	"time"
+)
+
+// Continuity counts what became of the previous process's connections (CO-1, CO-2); servers share it. The zero value is
+// ready for use.
+type Continuity struct {
+	mu sync.Mutex
+	s  ContinuityStatus
+}
+
+// ContinuityStatus is the state of a Continuity.
+type ContinuityStatus struct {
+	Pending   int           // connections that are being resumed
+	Continued int           // running devices that go on where the previous process stopped them
+	Silence   time.Duration // the longest time for which one of these stood still
+}
+
+// Status returns the present state.
+func (c *Continuity) Status() ContinuityStatus {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.s
+}
+
+// begin and end enclose the resumption of a connection. end is called once for each begin. Both accept nil.
+func (c *Continuity) begin() {
+	if c != nil {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.s.Pending++
+	}
+}
+
+func (c *Continuity) end(continued bool, silence time.Duration) {
+	if c == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.s.Pending--
+	if continued {
+		c.s.Continued++
+		c.s.Silence = max(c.s.Silence, silence)
+	}
+}

@@ -88,10 +88,11 @@ func TestODPOversubscribed(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 
 	start := func(server, client lab.End) (*qemu.Process, *qemu.Process) {
-		s := must[*qemu.Process](t)(lab.Listen(ctx, server.VM, lab.StressCommand(server, "-r 1024 -H 120", ""),
+		// The retries of a dead peer last for nearly two minutes; only then do operations hang.
+		s := must[*qemu.Process](t)(lab.Listen(ctx, server.VM, lab.StressCommand(server, "-r 1024 -H 240", ""),
 			lab.StressPort))
-		c := must[*qemu.Process](t)(client.VM.StartShell(ctx, "exec timeout -k 5 200 "+
-			lab.StressCommand(client, "-t 150 -r 1024 -H 120", server.Addr)))
+		c := must[*qemu.Process](t)(client.VM.StartShell(ctx, "exec timeout -k 5 400 "+
+			lab.StressCommand(client, "-t 300 -r 1024 -H 240", server.Addr)))
 		before := hcaStatus(ctx, t, w.a, "vm1").Faults.Guest.Raised
 		eventually(ctx, t, "faults", func() bool { return hcaStatus(ctx, t, w.a, "vm1").Faults.Guest.Raised > before+100 })
 		return s, c

@@ -79,7 +79,9 @@ type Device struct {
 	faults        guestFaults
 	portListener  atomic.Pointer[virtio.Conn] // notified when the port changes; nil: no front end
 
-	// Fields of the connection's goroutine.
+	driver sync.Mutex // held while the command queue starts or stops, and by MachineReset; before mu
+
+	// Fields of the connection's goroutine. It changes commands while it holds driver.
 	conn     virtio.Conn
 	commands *commandLoop
 	closed   bool
@@ -298,6 +300,24 @@ func (d *Device) Reset() {
 	}
 }
 
+// MachineReset says that the VM's machine was reset, which QEMU does not report for its generic device: it only stops
+// the queues, as for a pause. If the driver had been stopped, it does not go on then, because a paused VM resets
+// nothing. Its objects are destroyed. Peers, which were held as those of a paused VM are (CO-3), meet silence. A device
+// with a running driver ignores the call. Any goroutine.
+func (d *Device) MachineReset() {
+	d.driver.Lock()
+	defer d.driver.Unlock()
+	if d.commands != nil || !d.data.paused.Load() {
+		return
+	}
+	d.data.paused.Store(false)
+	d.generation.Add(1)
+	if d.wipe() {
+		d.log.Info("the VM was reset: state of its driver dropped")
+		d.PortChanged() // a driver that goes on nevertheless checks the generation
+	}
+}
+
 // teardown destroys all objects of the guest, users before the objects that they use,
 // and reports whether there were any. The other VMs are not notified;
 // their QPs run into their timeouts.
@@ -305,6 +325,8 @@ func (d *Device) teardown() (lost bool) {
 	for i := range d.NumQueues() {
 		d.StopQueue(i) // virtio.Device's contract stops it before; a repetition is harmless
 	}
+	d.driver.Lock()
+	defer d.driver.Unlock()
 	d.data.up.Store(false)
 	d.data.paused.Store(false)
 	d.generation.Add(1)
@@ -374,6 +396,8 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 // reset (it may only have stopped the queues). The generation stays: the new driver
 // has read it already and has lost no state.
 func (d *Device) startCommandQueue(q *virtq.Queue) error {
+	d.driver.Lock()
+	defer d.driver.Unlock()
 	if d.commands != nil {
 		return errors.New("hca: the command queue runs already")
 	}
@@ -387,7 +411,7 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	d.commands = c
 	for _, e := range d.data.engines {
 		if err := d.thaw(e); err != nil {
-			d.StopQueue(abi.CommandQueue)
+			d.stopCommandQueue()
 			return fmt.Errorf("hca: engine %d: %w", e.id, err)
 		}
 	}
@@ -412,18 +436,9 @@ func (d *Device) StopQueue(i int) {
 	switch {
 	case i < 0 || i >= d.NumQueues():
 	case i == abi.CommandQueue:
-		if d.commands != nil {
-			d.data.up.Store(false)
-			d.commands.stop()
-			d.position = d.commands.q.Base()
-			d.commands = nil
-			for _, e := range d.data.engines {
-				e.loop.Visit(e.freeze)
-			}
-			d.mu.Lock()
-			d.data.paused.Store(d.tables.qps > 0)
-			d.mu.Unlock()
-		}
+		d.driver.Lock()
+		defer d.driver.Unlock()
+		d.stopCommandQueue()
 	default:
 		if eq := d.eventQueueAt(i); eq != nil {
 			eq.stop()
@@ -431,6 +446,23 @@ func (d *Device) StopQueue(i int) {
 		}
 		d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].stopDoorbells()
 	}
+}
+
+// stopCommandQueue freezes the device; under driver.
+func (d *Device) stopCommandQueue() {
+	if d.commands == nil {
+		return
+	}
+	d.data.up.Store(false)
+	d.commands.stop()
+	d.position = d.commands.q.Base()
+	d.commands = nil
+	for _, e := range d.data.engines {
+		e.loop.Visit(e.freeze)
+	}
+	d.mu.Lock()
+	d.data.paused.Store(d.tables.qps > 0)
+	d.mu.Unlock()
 }
 
 func (d *Device) eventQueueAt(i int) *eventQueue {

@@ -204,6 +204,57 @@ func TestPause(t *testing.T) {
 	}
 }
 
+// A reset of the machine looks like a pause at the device. Told of it, the device drops what the driver has left: the
+// peer is not held any longer, and fails by its retries. A running driver does not notice.
+func TestMachineReset(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	a, b := w.pair()
+	g := b.g
+	dst := g.alloc(4096)
+	key := g.mr(1, dst, 4096, 1|remoteAll)
+	g.eventQueue(abi.EventQueue, 4, 64)
+	q := g.eventQueue(abi.CEQQueue(0), 4, 64).q // any queue works as a command queue
+	g.StopQueue(abi.CEQQueue(0))
+	if err := g.StartQueue(abi.CommandQueue, q); err != nil {
+		t.Fatal(err)
+	}
+	gen := g.generation.Load()
+	g.MachineReset()
+	if b.state() != abi.QPRTS || g.generation.Load() != gen {
+		t.Fatal("a running driver has lost its state")
+	}
+	g.StopQueue(abi.CommandQueue)
+	s := a.wqe()
+	s.SetRequest(5, abi.WRRDMAWrite, abi.SendSignaled|abi.SendInline)
+	s.SetRDMA(uint64(dst), key)
+	s.SetInline([]byte("hello"))
+	a.post()
+	for range 600 {
+		w.step(5)
+		w.clock.Advance(100 * time.Millisecond)
+	}
+	if n := len(a.scq.poll()); n != 0 {
+		t.Fatalf("%d completions while the VM is paused", n)
+	}
+	g.MachineReset()
+	if len(g.tables.pds)+g.tables.qps != 0 || g.generation.Load() == gen || g.Up() || g.Describe().Paused {
+		t.Error("the driver's objects remain")
+	}
+	var got []abi.WC
+	w.until("the peer's request ends", func() bool {
+		w.clock.Advance(100 * time.Millisecond)
+		got = append(got, a.scq.poll()...)
+		return len(got) > 0
+	})
+	if got[0].Status != abi.WCRetryExcErr {
+		t.Errorf("the peer's request ends with status %d", got[0].Status)
+	}
+	g.MachineReset()
+	if err := g.StartQueue(abi.CommandQueue, q); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // Log lines about a guest are limited, and tell the number of suppressed lines (loglimit).
 func TestLogLimit(t *testing.T) {
 	w, out, begin := newWorld(t, 1, 0, Limits{}), &testlog.Log{}, time.Now()

@@ -53,6 +53,9 @@ type Config struct {
 	Keeper Keeper
 	KeepAs string
 	Kept   Kept
+	// MachineReset, if set, is called when the front end resets the device (RESET_DEVICE). QEMU does so when the machine
+	// is reset, whether the device has a driver or not, and when a driver begins or ends; not to pause the VM.
+	MachineReset func()
 	// Continuity, if set, counts what became of Kept.
 	Continuity *Continuity
 }

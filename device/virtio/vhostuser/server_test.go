@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -316,6 +317,35 @@ func TestStatusReset(t *testing.T) {
 			t.Fatal(err)
 		}
 		roundTrip(t, d, m, 0, "after the reset")
+	}
+}
+
+// A reset of the machine is reported, unlike a pause, after which QEMU's network card has status 0, too.
+func TestMachineReset(t *testing.T) {
+	dev, path := newEcho(1), filepath.Join(t.TempDir(), "s")
+	var resets atomic.Int32
+	s, err := vhostuser.Listen(vhostuser.Config{Path: path, MachineReset: func() { resets.Add(1) }}, dev, 9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	c := open(t, frontend.Config{Path: path, Memory: memory(t)}).Client()
+	for i, x := range []struct {
+		do   func() error
+		want int32
+	}{
+		{func() error { _, err := c.GetVringBase(0); return err }, 0}, {func() error { return c.SetStatus(0) }, 0},
+		{c.ResetDevice, 1}, {c.ResetDevice, 2},
+	} {
+		if err := x.do(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.GetStatus(); err != nil { // its answer follows what came before
+			t.Fatal(err)
+		}
+		if resets.Load() != x.want {
+			t.Errorf("step %d: %d resets are reported, want %d", i, resets.Load(), x.want)
+		}
 	}
 }
 

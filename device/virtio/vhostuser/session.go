@@ -240,6 +240,9 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		return nil, nil
 	case ReqResetDevice:
 		se.reset()
+		if f := se.srv.cfg.MachineReset; f != nil {
+			f()
+		}
 		return nil, nil
 	case ReqSetMemTable:
 		return nil, se.setMemTable(m)

@@ -148,6 +148,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	// survive the end of its connection.
 	plain := socket
 	plain.Path = d.cfg.NetSocket(c)
+	plain.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
 	if err := v.listen(plain, v.net); err != nil {
 		return err
 	}

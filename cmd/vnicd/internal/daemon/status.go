@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/keeper"
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
@@ -37,6 +38,7 @@ type Status struct {
 
 	Memory *hostdriver.HostStatus `json:"memory,omitempty"` // of the host; nil: not watched
 
+	Keeper    *keeper.Status  `json:"keeper,omitempty"` // nil: `vnicd run` without --keep
 	Continued ContinuedStatus `json:"continued"`
 }
 
@@ -90,7 +92,7 @@ func (d *Daemon) Status() *Status {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds(),
-		Continued: d.continued()}
+		Keeper: keeper.Mine(), Continued: d.continued()}
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
 	}

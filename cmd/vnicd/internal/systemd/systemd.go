@@ -89,10 +89,34 @@ func Watch(ctx context.Context, healthy func(context.Context) error) {
 // firstFD is the first of the passed descriptors (SD_LISTEN_FDS_START).
 const firstFD = 3
 
+// parent stands for the number of the process in LISTEN_PID, which a parent that is no shell does not know before the
+// child's start: "parent:PID".
+const parent = "parent:"
+
+// Environment returns the variables for a child of this process that does as its service: it sends its states to the
+// socket notify, and was passed descriptors with these names, from the third on.
+func Environment(notify string, names []string) []string {
+	return []string{"NOTIFY_SOCKET=" + notify, "LISTEN_PID=" + parent + strconv.Itoa(os.Getpid()),
+		"LISTEN_FDS=" + strconv.Itoa(len(names)), "LISTEN_FDNAMES=" + strings.Join(names, ":")}
+}
+
+// Passed returns all descriptors that were passed, with their names. The caller owns them.
+func Passed() (files []*os.File) {
+	passed(func(fd int, name string) bool {
+		syscall.CloseOnExec(fd)
+		files = append(files, os.NewFile(uintptr(fd), name))
+		return true
+	})
+	return files
+}
+
 // passed calls f with each descriptor that systemd passed, and its name, until f returns false.
 func passed(f func(fd int, name string) bool) {
 	n, err := strconv.Atoi(os.Getenv("LISTEN_FDS"))
-	if err != nil || os.Getenv("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
+	switch pid := os.Getenv("LISTEN_PID"); {
+	case err != nil:
+		return
+	case pid != strconv.Itoa(os.Getpid()) && pid != parent+strconv.Itoa(os.Getppid()):
 		return
 	}
 	names := strings.Split(os.Getenv("LISTEN_FDNAMES"), ":")

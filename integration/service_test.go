@@ -193,7 +193,47 @@ func testServiceRestart(u *user, t *testing.T) {
 			t.Errorf("systemd keeps %d descriptors, %d before", now, before)
 		}
 	}
+	testUpgrade(u, t)
+	if now := kept(); now != before {
+		t.Errorf("systemd keeps %d descriptors, %d before", now, before)
+	}
 	quietKernels(u.ctx, t, slices.Collect(maps.Values(u.vms))...)
+}
+
+// testUpgrade: `vnicd upgrade` replaces the daemon, and a program that does not come up by the one that ran. So does
+// the package.
+func testUpgrade(u *user, t *testing.T) {
+	pid := u.property(t, "MainPID")
+	another := func(what string) {
+		t.Helper()
+		now := u.property(t, "MainPID")
+		if state := u.property(t, "ActiveState"); state != "active" || now == pid {
+			t.Errorf("%s: the service is %s, process %s, before %s", what, state, now, pid)
+		}
+		pid = now
+		u.programs(t)
+	}
+	program := func() string { return strings.TrimSpace(u.run(t, "sudo readlink /proc/"+pid+"/exe")) }
+	t.Log(u.run(t, "sudo vnicd upgrade"))
+	another("upgrade")
+	out := u.run(t, "sudo sh -c 'cp -p /usr/bin/vnicd /var/tmp/new && cp /bin/false /usr/bin/false.new && "+
+		"mv /usr/bin/false.new /usr/bin/vnicd'; sudo /var/tmp/new upgrade 2>&1; echo status $?")
+	if !strings.Contains(out, "runs again") || !strings.Contains(out, "status 1") {
+		t.Errorf("upgrade to a program that fails: %s", out)
+	}
+	u.run(t, "sudo mv /var/tmp/new /usr/bin/vnicd")
+	another("failed upgrade")
+	if p := program(); p != "/var/lib/vnicd/previous/vnicd" {
+		t.Errorf("after a failed upgrade %s runs", p)
+	}
+	out = u.run(t, "sudo apt-get install --reinstall -y ./build/vnicd_*.deb 2>&1")
+	if !strings.Contains(out, "is now") {
+		t.Errorf("the package has not replaced the daemon: %s", out)
+	}
+	another("reinstallation")
+	if p := program(); p != "/usr/bin/vnicd" {
+		t.Errorf("after an upgrade %s runs", p)
+	}
 }
 
 // testActivation: with the socket's unit, connecting to the control socket starts the daemon.

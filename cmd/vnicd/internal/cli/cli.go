@@ -27,6 +27,14 @@ type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
+// statusError ends the program with a status of another process, which has said why.
+type statusError struct {
+	status int
+	error
+}
+
+func (e statusError) Unwrap() error { return e.error }
+
 type app struct {
 	version string
 	config  string
@@ -45,6 +53,13 @@ func Main(version string, args []string, stdout, stderr io.Writer) int {
 	root := a.rootCmd()
 	root.SetArgs(args)
 	if err := root.Execute(); err != nil {
+		var s statusError
+		if errors.As(err, &s) {
+			if s.error != nil {
+				fmt.Fprintf(stderr, "vnicd: %s\n", s.error)
+			}
+			return max(s.status, exitFailure)
+		}
 		fmt.Fprintf(stderr, "vnicd: %s\n", err)
 		var u usageError
 		if errors.As(err, &u) || strings.HasPrefix(err.Error(), "unknown command") {
@@ -78,7 +93,7 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 		SilenceUsage:  true,
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
-	root.AddCommand(a.runCmd(), a.reloadCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
+	root.AddCommand(a.runCmd(), a.reloadCmd(), a.upgradeCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(), a.captureCmd(),
 		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd())
 	addHelp(root, "")

@@ -14,11 +14,12 @@ type help struct {
 
 // helps is indexed by the command's path without "vnicd". A test checks that every command is in it.
 var helps = map[string]help{
-	"run":    {"", "vnicd run -c vnicd.yaml --log-level debug"},
-	"reload": {"", "vnicd reload"},
-	"check":  {"", "vnicd check -c vnicd.yaml && systemctl reload vnicd"},
-	"status": {"", "vnicd status\nvnicd status vm1\nvnicd status -j | jq '.vms[].name'"},
-	"top":    {"", "vnicd top\nvnicd top -n 10 -d 1s >rates.txt"},
+	"run":     {"", "vnicd run -c vnicd.yaml --log-level debug\nvnicd run --keep"},
+	"reload":  {"", "vnicd reload"},
+	"upgrade": {"", "apt-get install ./vnicd_1.1.0_amd64.deb && vnicd upgrade\nvnicd upgrade -j | jq .continued"},
+	"check":   {"", "vnicd check -c vnicd.yaml && systemctl reload vnicd"},
+	"status":  {"", "vnicd status\nvnicd status vm1\nvnicd status -j | jq '.vms[].name'"},
+	"top":     {"", "vnicd top\nvnicd top -n 10 -d 1s >rates.txt"},
 	"qemu-args": {"",
 		"qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2\nvnicd qemu-args --lines vm1"},
 	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},

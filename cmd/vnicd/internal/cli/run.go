@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/keeper"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
@@ -19,7 +20,7 @@ import (
 
 func (a *app) runCmd() *cobra.Command {
 	var level string
-	var jsonLog bool
+	var jsonLog, keep bool
 	c := &cobra.Command{
 		Use:   "run",
 		Short: "Run the daemon in the foreground",
@@ -32,9 +33,17 @@ CAP_NET_BIND_SERVICE, and the short path of TAP ports CAP_BPF at the start, whic
 then drops. Everything else runs without privileges. Once started, the process cannot
 start programs, load others into the kernel, mount, trace or use keyrings (seccomp(2)).
 BGP and monitoring run in processes without rights, vnicd-bgp and vnicd-monitoring, which
-vnicd starts again if they end; vnicd-spawner starts them.`,
+vnicd starts again if they end; vnicd-spawner starts them.
+
+Without systemd, such as in a container, use --keep. The process then starts the daemon
+as its child, holds the VMs' connections while the daemon is replaced, and starts it
+again if it ends by a crash. "vnicd upgrade", or SIGUSR2, replaces the daemon by the
+program that is installed then; if that does not come up, the previous one runs again.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
+			if keep {
+				return a.keep(level, jsonLog)
+			}
 			cfg, err := a.load()
 			if err != nil {
 				return err
@@ -92,7 +101,24 @@ vnicd starts again if they end; vnicd-spawner starts them.`,
 	c.Flags().StringVar(&level, "log-level", "",
 		"`level`: trace, debug, info, warn or error (default: the configuration's)")
 	c.Flags().BoolVar(&jsonLog, "log-json", false, "log JSON lines")
+	c.Flags().BoolVar(&keep, "keep", false, "stay in front of the daemon, so that connections outlive it")
 	return c
+}
+
+// keep runs the daemon under a keeper.
+func (a *app) keep(level string, jsonLog bool) error {
+	log := hclog.New(&hclog.LoggerOptions{Name: "vnicd.keeper", Level: hclog.Info, Output: a.err, JSONFormat: jsonLog})
+	_ = os.WriteFile("/proc/self/comm", []byte("vnicd-keeper"), 0) // for ps, which otherwise shows two of a name
+	config := "--config=" + a.config
+	daemon := []string{"run", config, fmt.Sprintf("--log-json=%v", jsonLog)}
+	if level != "" {
+		daemon = append(daemon, "--log-level="+level)
+	}
+	status, err := keeper.Run(keeper.Config{Args: daemon, Check: []string{"check", config}, Log: log})
+	if err == nil && status == 0 {
+		return nil
+	}
+	return statusError{status, err}
 }
 
 // notify sends a state to systemd, if it runs this process.

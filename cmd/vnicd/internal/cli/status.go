@@ -84,6 +84,16 @@ func table(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 
 func showAll(w io.Writer, s *daemon.Status) {
 	fmt.Fprintf(w, "vnicd %s on %s, pid %d, up %s, %d engine(s)\n", s.Version, s.Host, s.PID,
 		time.Duration(s.Uptime*float64(time.Second)).Round(time.Second), len(s.Engines))
+	if k := s.Keeper; k != nil {
+		fmt.Fprintf(w, "keeper pid %d upgrades %d failed %d\n", k.PID, k.Upgrades, k.Failed)
+		if k.Failure != "" {
+			fmt.Fprintf(w, "  this is the previous program: %s\n", k.Failure)
+		}
+	}
+	if c := s.Continued; c.HCAs > 0 {
+		fmt.Fprintf(w, "continued %d HCAs, which stood still for at most %v\n", c.HCAs,
+			time.Duration(c.Silence*float64(time.Second)).Round(time.Millisecond))
+	}
 	if v := s.VTEP; v != nil {
 		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames,
 			v.OutFrames, drops(v.Drops))

@@ -1,0 +1,247 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/keeper"
+)
+
+// upgraded is the result of an upgrade.
+type upgraded struct {
+	From    string                 `json:"from"` // versions
+	To      string                 `json:"to"`
+	Silence float64                `json:"silence_seconds"` // of the control socket
+	HCAs    daemon.ContinuedStatus `json:"continued"`
+}
+
+func (a *app) upgradeCmd() *cobra.Command {
+	var unit string
+	c := &cobra.Command{
+		Use:   "upgrade",
+		Short: "Replace the running daemon by this program",
+		Long: `Replaces the running daemon by the installed program: after an upgrade of the package, or
+to apply a configuration that "vnicd reload" cannot. RDMA connections of VMs go on; the
+command prints for how long their HCAs stood still. It first checks the configuration
+with the new program, and does nothing if that has a mistake.
+
+If the new program does not come up, the previous one runs again. Under systemd the
+command restarts the unit, and goes back by a drop-in in /run/systemd, which the next
+upgrade removes. A daemon that was started with "vnicd run --keep" is replaced by its
+keeper. The command needs the rights to do so: root, or, with a keeper, its user.`,
+		Args: args(cobra.NoArgs),
+		RunE: func(c *cobra.Command, _ []string) error {
+			if _, err := a.load(); err != nil {
+				return err
+			}
+			client, err := a.client(c)
+			if err != nil {
+				return err
+			}
+			up := &upgrade{client: client, unit: unit, limit: 2 * time.Minute}
+			r, err := up.run(c.Context())
+			if err != nil {
+				return err
+			}
+			if a.json {
+				return a.printJSON(r)
+			}
+			fmt.Fprintf(a.out, "vnicd %s is now %s; no answer for %v\n", r.From, r.To,
+				time.Duration(r.Silence*float64(time.Second)).Round(time.Millisecond))
+			fmt.Fprintf(a.out, "HCAs that go on: %d, stood still for at most %v\n", r.HCAs.HCAs,
+				time.Duration(r.HCAs.Silence*float64(time.Second)).Round(time.Millisecond))
+			return nil
+		},
+	}
+	a.askFlags(c)
+	c.Flags().StringVar(&unit, "unit", "vnicd.service", "systemd `unit` of the daemon")
+	return c
+}
+
+// upgrade replaces one daemon.
+type upgrade struct {
+	client *daemon.Client
+	unit   string
+	limit  time.Duration // for the new daemon's first answer
+}
+
+func (u *upgrade) status(ctx context.Context) (*daemon.Status, error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	s := &daemon.Status{}
+	if err := u.client.Do(ctx, http.MethodGet, "/v1/status", nil, s); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+func (u *upgrade) run(ctx context.Context) (*upgraded, error) {
+	if ctx == nil {
+		ctx = context.Background()
+	}
+	was, err := u.status(ctx)
+	if err != nil {
+		return nil, err
+	}
+	way := u.bySystemd
+	if was.Keeper != nil {
+		way = u.byKeeper
+	}
+	return way(ctx, was)
+}
+
+// follow waits until done, and then for the daemon's answer. silence is the longest time without one.
+func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *daemon.Status, silence time.Duration,
+	err error) {
+	over := false
+	last := time.Now()
+	for begin := last; time.Since(begin) < u.limit; time.Sleep(5 * time.Millisecond) {
+		if !over {
+			if over, err = done(); err != nil {
+				return nil, 0, err
+			}
+		}
+		if now, err = u.status(ctx); err != nil {
+			continue
+		}
+		silence, last = max(silence, time.Since(last)), time.Now()
+		if over && now.Continued.Pending == 0 {
+			return now, silence, nil
+		}
+	}
+	if over && err == nil {
+		return nil, 0, fmt.Errorf("the new daemon has not resumed all VMs within %v", u.limit)
+	}
+	return nil, 0, fmt.Errorf("no new daemon has answered within %v: %w", u.limit, err)
+}
+
+func (u *upgrade) byKeeper(ctx context.Context, was *daemon.Status) (*upgraded, error) {
+	before, err := was.Keeper.Now()
+	if err != nil {
+		return nil, fmt.Errorf("the daemon's keeper, process %d: %w", was.Keeper.PID, err)
+	}
+	if err := syscall.Kill(before.PID, keeper.Upgrade); err != nil {
+		return nil, fmt.Errorf("the daemon's keeper, process %d: %w", before.PID, err)
+	}
+	var after *keeper.Status
+	now, silence, err := u.follow(ctx, func() (_ bool, err error) {
+		after, err = was.Keeper.Now()
+		return err == nil && after.Upgrades > before.Upgrades, err
+	})
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%w; the log of the keeper, process %d, says why", err, before.PID)
+	case after.Failure != "" && now.PID == was.PID:
+		return nil, fmt.Errorf("the daemon runs on: %s", after.Failure)
+	case after.Failure != "":
+		return nil, fmt.Errorf("the new program does not come up, the previous one runs again: %s", after.Failure)
+	}
+	return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued}, nil
+}
+
+// Under systemd, the program that ran is copied to previousDir before the unit is restarted. A drop-in of the unit
+// makes systemd run it again. It is not in /run, from where Debian executes nothing.
+const previousDir = "/var/lib/vnicd/previous"
+
+func (u *upgrade) dropIn() string {
+	return filepath.Join("/run/systemd/system", u.unit+".d", "90-previous.conf")
+}
+
+func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded, error) {
+	owner, err := u.owner(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if owner != was.PID {
+		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
+			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
+	}
+	previous, err := u.save(was.PID)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Remove(u.dropIn()); err == nil {
+		err = systemctl(ctx, "daemon-reload")
+	} else if !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	restarted := make(chan error, 1)
+	go func() { restarted <- systemctl(ctx, "restart", u.unit) }()
+	now, silence, err := u.follow(ctx, func() (bool, error) {
+		select {
+		case err := <-restarted:
+			return true, err
+		default:
+			return false, nil
+		}
+	})
+	if err == nil {
+		return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued}, nil
+	}
+	if back := u.goBack(ctx, previous); back != nil {
+		return nil, fmt.Errorf("%w; going back to the previous program: %w", err, back)
+	}
+	return nil, fmt.Errorf("%w; the previous program %s runs again (see `journalctl -u %s`)", err, was.Version, u.unit)
+}
+
+// owner returns the unit's main process.
+func (u *upgrade) owner(ctx context.Context) (pid int, err error) {
+	out, err := exec.CommandContext(ctx, "systemctl", "show", "-P", "MainPID", u.unit).CombinedOutput()
+	if err != nil {
+		return 0, fmt.Errorf("systemctl show %s: %w: %s", u.unit, err, out)
+	}
+	if _, err := fmt.Sscan(string(out), &pid); err != nil {
+		return 0, fmt.Errorf("the main process of %s: %q", u.unit, out)
+	}
+	return pid, nil
+}
+
+func systemctl(ctx context.Context, args ...string) error {
+	if out, err := exec.CommandContext(ctx, "systemctl", args...).CombinedOutput(); err != nil {
+		return fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, out)
+	}
+	return nil
+}
+
+// save copies the program of a process.
+func (u *upgrade) save(pid int) (string, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/exe", pid))
+	if err != nil {
+		return "", fmt.Errorf("the program that runs: %w", err)
+	}
+	if err := os.MkdirAll(previousDir, 0o755); err != nil {
+		return "", fmt.Errorf("a copy of the program that runs: %w", err)
+	}
+	path := filepath.Join(previousDir, "vnicd")
+	if err := os.WriteFile(path+".new", b, 0o755); err != nil {
+		return "", fmt.Errorf("a copy of the program that runs: %w", err)
+	}
+	return path, os.Rename(path+".new", path)
+}
+
+// goBack makes systemd run the previous program.
+func (u *upgrade) goBack(ctx context.Context, previous string) error {
+	text := fmt.Sprintf("# Written by `vnicd upgrade`, because the new program did not come up; the next upgrade removes it.\n"+
+		"[Service]\nExecStartPre=\nExecStart=\nExecStart=%s run\n", previous)
+	if err := os.MkdirAll(filepath.Dir(u.dropIn()), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(u.dropIn(), []byte(text), 0o644); err != nil {
+		return err
+	}
+	if err := systemctl(ctx, "daemon-reload"); err != nil {
+		return err
+	}
+	return systemctl(ctx, "restart", u.unit)
+}

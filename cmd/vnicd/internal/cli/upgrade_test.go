@@ -1,0 +1,232 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/testutil"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
+	"github.com/vnicd/vnicd/guestdrv"
+)
+
+// keptDaemon is `vnicd run --keep` as an installed program, with two VMs.
+type keptDaemon struct {
+	*testing.T
+	dir, program, config string
+	keeper               *exec.Cmd
+	log                  testlog.Log
+}
+
+func newKeptDaemon(t *testing.T) *keptDaemon {
+	k := &keptDaemon{T: t, dir: t.TempDir()}
+	t.Setenv(asVNICD, "1")
+	k.program, k.config = filepath.Join(k.dir, "vnicd"), filepath.Join(k.dir, "vnicd.yaml")
+	k.install(os.Args[0])
+	yaml := fmt.Sprintf("run-dir: %s/run\nshort-path: false\nnetworks: [{name: blue, vni: 100}]\nvms:\n"+
+		"  - {name: one, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: two, network: blue, mac: \"02:00:00:00:00:02\"}\n",
+		k.dir)
+	if err := os.WriteFile(k.config, []byte(yaml), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	k.keeper = exec.Command(k.program, "-c", k.config, "run", "--keep")
+	k.keeper.Stdout, k.keeper.Stderr = &k.log, &k.log
+	if err := k.keeper.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- k.keeper.Wait() }()
+	t.Cleanup(func() {
+		_ = k.keeper.Process.Signal(syscall.SIGTERM)
+		select {
+		case err := <-ended:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(time.Minute):
+			t.Error("the keeper does not end")
+			_ = k.keeper.Process.Kill()
+		}
+		if left, _ := filepath.Glob(k.dir + "/run/*"); len(left) != 0 {
+			t.Errorf("left behind: %v", left)
+		}
+		if t.Failed() {
+			t.Log(k.log.String())
+		}
+	})
+	testutil.Eventually(t, "the daemon is ready", func() bool { return strings.Contains(k.log.String(), "ready") })
+	return k
+}
+
+// install replaces the program by a copy of a file.
+func (k *keptDaemon) install(file string) {
+	k.Helper()
+	b, err := os.ReadFile(file)
+	if err == nil {
+		err = os.WriteFile(k.program+".new", b, 0o755)
+	}
+	if err == nil {
+		err = os.Rename(k.program+".new", k.program)
+	}
+	if err != nil {
+		k.Fatal(err)
+	}
+}
+
+func (k *keptDaemon) run(words ...string) (status int, out, err string) {
+	var o, e bytes.Buffer
+	status = Main("test", append([]string{"-c", k.config}, words...), &o, &e)
+	return status, o.String(), e.String()
+}
+
+func (k *keptDaemon) status() (s daemon.Status) {
+	k.Helper()
+	client := daemon.NewClient(k.dir + "/run/vnicd.sock")
+	if err := client.Do(k.Context(), "GET", "/v1/status", nil, &s); err != nil {
+		k.Fatal(err)
+	}
+	return s
+}
+
+// guest is a VM's driver with memory and a queue pair.
+type guest struct {
+	dev *guestdrv.Device
+	buf *guestdrv.Buffer
+	mr  *guestdrv.MR
+	cq  *guestdrv.CQ
+	qp  *guestdrv.QP
+	gid guestdrv.GID
+}
+
+func (k *keptDaemon) guest(name, address string) *guest {
+	k.Helper()
+	ctx := k.Context()
+	must := func(err error) {
+		k.Helper()
+		if err != nil {
+			k.Fatal(err)
+		}
+	}
+	g := &guest{gid: guestdrv.IPGID(netip.MustParseAddr(address))}
+	var err error
+	g.dev, err = guestdrv.Open(ctx, filepath.Join(k.dir, "run", name+".hca"), guestdrv.Config{})
+	must(err)
+	k.Cleanup(func() { _ = g.dev.Close() })
+	must(g.dev.SetGID(ctx, 0, g.gid, guestdrv.GIDOptions{}))
+	pd, err := g.dev.AllocPD(ctx)
+	must(err)
+	g.buf, err = g.dev.Alloc(4096)
+	must(err)
+	g.mr, err = pd.Register(ctx, g.buf, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
+	must(err)
+	g.cq, err = g.dev.CreateCQ(ctx, 16, guestdrv.CQOptions{})
+	must(err)
+	g.qp, err = pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: g.cq, RecvCQ: g.cq, MaxSendWR: 8})
+	must(err)
+	return g
+}
+
+func (g *guest) connect(ctx context.Context, peer *guest) error {
+	path := guestdrv.Path{GID: peer.gid, MAC: peer.dev.MAC()} // nobody answers for the network card of such a VM
+	o := guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite, Timeout: 18}
+	return g.qp.Connect(ctx, guestdrv.Peer{QPN: peer.qp.Number(), Path: path}, o)
+}
+
+// Without systemd, a keeper replaces the daemon while programs in VMs use a connection: they notice nothing, and the
+// command says how long their HCAs stood still (CO-1). A program that cannot take over changes nothing.
+func TestUpgradeKept(t *testing.T) {
+	k := newKeptDaemon(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	a, b := k.guest("one", "10.0.0.1"), k.guest("two", "10.0.0.2")
+	for _, err := range []error{a.connect(ctx, b), b.connect(ctx, a)} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	var written atomic.Uint64
+	stop, stopped := make(chan struct{}), make(chan error, 1)
+	go func() {
+		stopped <- func() error {
+			wcs := make([]guestdrv.Completion, 1)
+			for n := uint64(1); ; n++ {
+				select {
+				case <-stop:
+					return nil
+				default:
+				}
+				text := fmt.Sprintf("message %020d", n)
+				copy(a.buf.Bytes(), text)
+				wr := guestdrv.NewWrite(n, b.mr.Remote(0), a.mr.SGE(0, len(text))).With(guestdrv.SendSignaled)
+				if err := a.qp.PostSend(wr); err != nil {
+					return err
+				}
+				if _, err := a.cq.PollWait(ctx, wcs); err != nil {
+					return err
+				}
+				if err := wcs[0].Err(); err != nil || wcs[0].ID != n {
+					return fmt.Errorf("message %d: completion %+v: %w", n, wcs[0], err)
+				}
+				if got := string(b.buf.Bytes()[:len(text)]); got != text {
+					return fmt.Errorf("message %d: %q arrived", n, got)
+				}
+				written.Store(n)
+			}
+		}()
+	}()
+	moves := func() {
+		t.Helper()
+		before := written.Load()
+		testutil.Eventually(t, "messages arrive", func() bool { return written.Load() > before+10 })
+	}
+	moves()
+	first := k.status()
+	if first.Keeper == nil || first.Keeper.PID != k.keeper.Process.Pid {
+		t.Fatalf("the daemon does not know its keeper: %+v", first.Keeper)
+	}
+	for i := range 3 {
+		status, out, errs := k.run("upgrade")
+		if status != 0 || !strings.Contains(out, "HCAs that go on: 2") {
+			t.Fatalf("upgrade %d: status %d: %s%s", i, status, out, errs)
+		}
+		t.Log(out)
+		moves()
+	}
+	was := k.status()
+	if was.PID == first.PID {
+		t.Error("the daemon was not replaced")
+	}
+	k.install("/bin/false")
+	if status, out, errs := k.run("upgrade"); status != 1 || !strings.Contains(errs, "the daemon runs on") {
+		t.Errorf("upgrade to another program: status %d: %s%s", status, out, errs)
+	}
+	moves()
+	if now := k.status(); now.PID != was.PID {
+		t.Error("a program that cannot take over has ended the daemon")
+	}
+	// The configuration is checked before anything is asked for.
+	if err := os.WriteFile(k.config, []byte("engines: many\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if status, _, errs := k.run("upgrade"); status != exitUsage || !strings.Contains(errs, "engines") {
+		t.Errorf("upgrade with a mistake in the configuration: status %d: %s", status, errs)
+	}
+	moves()
+	close(stop)
+	if err := <-stopped; err != nil {
+		t.Error(err)
+	}
+	if status, out, errs := k.run("status", "--control", k.dir+"/run/vnicd.sock"); !strings.Contains(out, "keeper pid") {
+		t.Errorf("status shows no keeper: %d: %s%s", status, out, errs)
+	}
+}

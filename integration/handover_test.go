@@ -8,17 +8,23 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/integration/harness"
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
 var handovers = flag.Int("handovers", 6, "how often TestHandover restarts vnicd; 200 for the long test")
 
-// TestHandover: the vnicds of two hosts are stopped and started again in turns while VMs on them use RC connections:
-// programs that poll and programs that sleep go on without an error, and what they transfer is right (CO-1). The last
-// two times the VM is paused meanwhile.
+// TestHandover: the vnicds of two hosts are replaced in turns while VMs on them use RC connections: programs that poll
+// and programs that sleep go on without an error, and what they transfer is right (CO-1). One is stopped and started
+// again under a service manager, the other is replaced by its keeper (`vnicd upgrade`). The last two times the VM is
+// paused meanwhile.
 func TestHandover(t *testing.T) {
 	l, ctx := newLab(t)
-	w := makeTwoHosts(ctx, t, l, managed(t, l), vmA, vmB)
+	w := makeTwoHosts(ctx, t, l, func(w *twoHosts) {
+		w.a.Manager = must[*harness.ServiceManager](t)(harness.NewServiceManager(w.a.Dir))
+		l.Add(func() { check(t, w.a.Manager.Close()) })
+		w.b.Keep = true
+	}, vmA, vmB)
 	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
 	a, b := w.load(ctx, t)
 	programs := map[string]*qemu.Process{}
@@ -35,8 +41,12 @@ func TestHandover(t *testing.T) {
 		if i >= *handovers-2 {
 			check(t, paused.Run(ctx, "stop", nil, nil))
 		}
-		check(t, victim.Stop(ctx))
-		check(t, victim.Start(ctx))
+		if victim.Keep {
+			t.Log(must[string](t)(victim.CLI(ctx, "upgrade")))
+		} else {
+			check(t, victim.Stop(ctx))
+			check(t, victim.Start(ctx))
+		}
 		if i >= *handovers-2 {
 			check(t, paused.Run(ctx, "cont", nil, nil))
 		}

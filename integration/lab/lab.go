@@ -75,6 +75,8 @@ type Host struct {
 	Group *harness.MemoryGroup
 	// Manager, if set before Start, keeps the descriptors that vnicd passes to its successor.
 	Manager *harness.ServiceManager
+	// Keep, if set before Start, has vnicd run under a keeper (`vnicd run --keep`), which is Proc then.
+	Keep bool
 }
 
 // Host creates a host without links and without vnicd.
@@ -118,6 +120,9 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 func (h *Host) Launch() (*harness.Process, error) {
 	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"),
 		"--log-level", "debug"}
+	if h.Keep {
+		argv = append(argv, "--keep")
+	}
 	if h.Manager != nil {
 		return h.Manager.Start(h.NS, log, h.Env, argv...)
 	}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -54,6 +55,9 @@ type keeper struct {
 // as it does SIGHUP. If the first daemon does not start that is an error; a later one is started again. status is the
 // exit status of the last daemon.
 func Run(c Config) (status int, err error) {
+	// The daemon's parent, for PR_SET_PDEATHSIG, is this thread.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	k := &keeper{Config: c, signals: make(chan os.Signal, 8), said: Status{PID: os.Getpid()}}
 	if k.StartTime == 0 {
 		k.StartTime = time.Minute
@@ -188,8 +192,9 @@ func (k *keeper) start(p program) (*daemon, error) {
 	}), systemd.Environment(k.store.path(), names)...)
 	d.Env = append(d.Env, k.said.environment())
 	d.Stdin, d.Stdout, d.Stderr = os.Stdin, os.Stdout, os.Stderr
-	// Signals of the terminal reach the keeper, which decides.
-	d.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	// Signals of the terminal reach the keeper, which decides. A daemon does not outlive the keeper: the next keeper's
+	// could not have its sockets and TAPs.
+	d.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 	if err := k.store.startSender(d.Cmd); err != nil {
 		return nil, fmt.Errorf("%s cannot be started: %w", p.named, err)
 	}

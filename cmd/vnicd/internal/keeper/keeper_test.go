@@ -359,6 +359,19 @@ func TestEnds(t *testing.T) {
 	}
 }
 
+// A daemon does not outlive its keeper.
+func TestKeeperKilled(t *testing.T) {
+	r := newRig(t, "good")
+	l := r.run(1)
+	r.serves()
+	_ = r.cmd.Process.Kill()
+	<-r.ended
+	testutil.Eventually(t, "the daemon ends", func() bool { return syscall.Kill(pid(l), 0) != nil })
+	if !strings.Contains(r.journal(), "signal terminated") {
+		t.Error("the daemon has not ended in good order")
+	}
+}
+
 // Messages of other processes are refused: they could take descriptors away.
 func TestStranger(t *testing.T) {
 	r := newRig(t, "good")

@@ -15,7 +15,7 @@ import (
 // refused or removed is not counted, and memory that two sockets of a VM share is counted once.
 func TestMappedTotal(t *testing.T) {
 	const mib = 1 << 20
-	total := &mappedTotal{bytes: 8 * mib, mappings: 3}
+	total := &mappedTotal{bytes: 8*mib + mib/2, mappings: 3}
 	vm := func() (*Budget, *Driver) {
 		b := NewBudget(0)
 		b.space = total
@@ -46,9 +46,11 @@ func TestMappedTotal(t *testing.T) {
 	if err := add(d1, 4*mib, 1*mib); err != nil {
 		t.Error(err)
 	}
-	if err := add(d2, 4*mib, 4096); !errors.Is(err, ErrMapped) {
+	// There is room for its bytes.
+	if err := add(d2, 4*mib, 4096); !errors.Is(err, ErrMapped) || !strings.Contains(err.Error(), "have 3 memory slots") {
 		t.Errorf("a fourth mapping: %v", err)
 	}
+	expect("after a refusal by number", 8*mib, 3)
 	second := New(translate.NewSpace(1), hclog.NewNullLogger(), Options{Budget: b1})
 	if err := add(second, 0, 4*mib); err != nil {
 		t.Errorf("memory that another socket of the VM has: %v", err)

@@ -1,6 +1,9 @@
 package vhostuser
 
-import "time"
+import (
+	"context"
+	"time"
+)
 
 // SetTrial changes how long a resumed connection is under suspicion, and returns the inverse.
 func SetTrial(settle, alone time.Duration) (restore func()) {
@@ -11,3 +14,18 @@ func SetTrial(settle, alone time.Duration) (restore func()) {
 
 // MarkOff is the place of a kept connection's mark.
 const MarkOff = markOff
+
+// Limits of messages to a Keeper.
+const (
+	PaceBurst = paceBurst
+	PaceRate  = paceRate
+)
+
+// PaceBy makes a server without front end measure and wait by a clock of the test's, as far as it is paced.
+func (s *Server) PaceBy(now func() time.Time, sleep func(time.Duration)) {
+	if p, ok := s.cfg.Keeper.(*pacer); ok {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.now, p.sleep = now, func(_ context.Context, d time.Duration) { sleep(d) }
+	}
+}

@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -93,6 +94,42 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, "nothing is kept of a gone front end", func() bool { return len(s.Names()) == 0 })
+}
+
+// A front end that adds and removes memory in a loop waits for what that makes the server send to its Keeper: TestPace
+// says how long.
+func TestMemoryChangesArePaced(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	srv, err := vhostuser.Listen(vhostuser.Config{Path: path, KeepAs: "hca/one", Keeper: testutil.NewKeeper(t)}, newEcho(2),
+		9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = srv.Close() })
+	var mu sync.Mutex
+	var slept time.Duration
+	srv.PaceBy(func() time.Time {
+		mu.Lock()
+		defer mu.Unlock()
+		return time.Unix(1000, 0).Add(slept)
+	}, func(d time.Duration) {
+		mu.Lock()
+		defer mu.Unlock()
+		slept += d
+	})
+	c := open(t, frontend.Config{Path: path, Memory: memory(t), Features: echoFeature}).Client()
+	fd := memory(t).FD()
+	r := vhostuser.Region{GuestPA: 1 << 40, Size: 1 << 20, UserAddr: 1 << 45}
+	for range (vhostuser.PaceBurst + vhostuser.PaceRate) / 2 {
+		if err := errors.Join(c.AddMemReg(r, fd), c.RemMemReg(r)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if slept < time.Second || slept > 2*time.Second {
+		t.Errorf("%d messages and a few beyond the burst waited %v, want a second", vhostuser.PaceRate, slept)
+	}
 }
 
 // A driver whose rings are stopped, as those of a paused VM, must not be notified (QEMU would abort). It is told when

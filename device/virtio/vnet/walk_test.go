@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
+	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -102,7 +103,11 @@ type shredHost struct {
 }
 
 func newShredHost(t *testing.T, features uint64) *shredHost {
-	h := &shredHost{host: newHost(t, 1, false)}
+	return newShredHostOn(newHost(t, 1, false), features)
+}
+
+func newShredHostOn(on *host, features uint64) *shredHost {
+	h, t := &shredHost{host: on}, on.t
 	for i := range h.devs {
 		h.macs[i] = vswitch.MAC{2, 0, 0, 0, 0, byte(i)}
 		port, err := vswitch.NewVMPort(h.net, vswitch.VMPortConfig{Name: string(rune('a' + i)), MAC: h.macs[i]})
@@ -190,6 +195,45 @@ func TestShreddedReceiveBuffers(t *testing.T) {
 			if err := bad.q.Broken(); err != nil {
 				t.Errorf("%s: %v", name, err)
 			}
+		}
+	})
+}
+
+// ticks is a clock that advances whenever it is read.
+type ticks struct{ now int64 }
+
+func (c *ticks) Now() int64 {
+	c.now++
+	return c.now
+}
+
+// What a receiver's buffers cost counts for the receiver, though the loop reads them in the sender's handler.
+func TestShredsCountForReceiver(t *testing.T) {
+	eachRing(t, func(t *testing.T, packed bool) {
+		host := newHost(t, 0, false)
+		l, err := loop.New(loop.Config{Clock: &ticks{}})
+		must(t, err)
+		t.Cleanup(l.Close)
+		host.loops = []*loop.Loop{l}
+		h := newShredHostOn(host, 0)
+		bad := newShreds(t, 0, packed, shredWrites, virtq.MaxChain, 1, nil)
+		tx := newLane(t, 1, 0, headerLen+1000, append(make([]byte, headerLen),
+			buildFrame(h.macs[1], h.macs[0], 1000, 1)...))
+		h.start(1, 0, bad.q)
+		h.start(0, 1, tx.q)
+		bad.offer(shredRingSize)
+		const passes = 1000
+		for range passes {
+			tx.offer(txBudget)
+			l.Step()
+		}
+		if n := h.dropped(1, vswitch.LongChain); n != passes*txBudget {
+			t.Fatalf("%d frames dropped, want %d", n, passes*txBudget)
+		}
+		// A tick for each frame: when the receiver's time ends, and the sender's goes on. Passes since the last sample are
+		// missing.
+		if n := int64(h.devs[1].Describe().EngineTime); n < passes*txBudget/2 {
+			t.Errorf("%d ticks count for the receiver of %d frames", n, passes*txBudget)
 		}
 	})
 }

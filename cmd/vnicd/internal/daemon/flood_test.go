@@ -11,6 +11,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
 
@@ -82,5 +83,23 @@ vms:
 	}
 	if of["loud"]["ERROR"] == 0 || of["quiet"]["ERROR"] != 1 || of[""]["WARN"]+of[""]["ERROR"] > most {
 		t.Errorf("lines by VM and level: %v", of)
+	}
+}
+
+// TestErrorLogFlood: lines of a control socket's HTTP server about its clients are limited, whatever mistakes the
+// server's release reports.
+func TestErrorLogFlood(t *testing.T) {
+	log, begin := &testlog.Log{}, time.Now()
+	c, err := startControl("test", filepath.Join(t.TempDir(), "s"), localsocket.None, 0, http.NewServeMux(), log.Logger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.close()
+	for range 300 {
+		c.srv.ErrorLog.Print("a client's mistake")
+	}
+	lines := strings.Count(log.String(), "a client's mistake")
+	if most := loglimit.Burst + int(time.Since(begin)/loglimit.Interval) + 1; lines == 0 || lines > most {
+		t.Errorf("%d lines about 300 mistakes, want 1 to %d", lines, most)
 	}
 }

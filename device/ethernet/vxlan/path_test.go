@@ -294,36 +294,46 @@ func icmpErrors(t *testing.T, ns *nstest.NS, v6 bool) (n int) {
 }
 
 // A host that is neither peer nor router sends one ICMP error "fragmentation needed" about a datagram of the VTEP,
-// whose contents it need not know: that is not believed (TR-3).
+// whose contents it need not know, and one about an answer to a ping, which the kernel believes whatever the VTEP's
+// sockets say, and remembers for the route: neither changes the MTU (TR-3).
 func TestForgedICMP(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		r := newRouted(t, v6)
-		before := icmpErrors(t, r.a, v6)
-		r.m.Do(func() { forgeICMP(t, r.vt.Local(), netip.MustParseAddr(r.peer)) })
-		testutil.Eventually(t, "the error arrives", func() bool { return icmpErrors(t, r.a, v6) > before })
-		r.stays(t, 1500-r.over)
+		for _, ping := range []bool{false, true} {
+			before := icmpErrors(t, r.a, v6)
+			r.m.Do(func() { forgeICMP(t, r.vt.Local(), netip.MustParseAddr(r.peer), ping) })
+			testutil.Eventually(t, "the error arrives", func() bool { return icmpErrors(t, r.a, v6) > before })
+			r.stays(t, 1500-r.over)
+		}
 	}
 }
 
-// forgeICMP sends an ICMP error to host a: its datagram from port 4789 to port 4789 of peer exceeds an MTU of 576, over
-// IPv6 of 1280.
-func forgeICMP(t *testing.T, a, peer netip.Addr) {
-	udp := []byte{4789 >> 8, 4789 & 0xff, 4789 >> 8, 4789 & 0xff, 1400 >> 8, 1400 & 0xff, 0, 0}
+// forgeICMP sends an ICMP error to host a: its datagram from port 4789 to port 4789 of peer, or its answer to a ping of
+// peer, exceeds an MTU of 576, over IPv6 of 1280.
+func forgeICMP(t *testing.T, a, peer netip.Addr, ping bool) {
+	about, inner := byte(unix.IPPROTO_UDP), []byte{4789 >> 8, 4789 & 0xff, 4789 >> 8, 4789 & 0xff, 1400 >> 8, 1400 & 0xff, 0,
+		0}
+	switch {
+	case ping && a.Is4():
+		about, inner = unix.IPPROTO_ICMP, make([]byte, 8) // type 0: echo reply
+	case ping:
+		about, inner = unix.IPPROTO_ICMPV6, []byte{129, 0, 0, 0, 0, 0, 0, 0}
+	}
 	family, proto := unix.AF_INET, unix.IPPROTO_ICMP
 	var to unix.Sockaddr
 	var b []byte
 	if a.Is4() {
 		to = &unix.SockaddrInet4{Addr: a.As4()}
 		b = []byte{3, 4, 0, 0, 0, 0, 576 >> 8, 576 & 0xff}
-		b = append(b, 0x45, 0, 1420>>8, 1420&0xff, 0, 1, 0x40, 0, 64, unix.IPPROTO_UDP, 0, 0)
+		b = append(b, 0x45, 0, 1420>>8, 1420&0xff, 0, 1, 0x40, 0, 64, about, 0, 0)
 		b = append(append(b, a.AsSlice()...), peer.AsSlice()...)
 		binary.BigEndian.PutUint16(b[18:], header.Checksum(b[8:28], 0))
-		b = append(b, udp...)
+		b = append(b, inner...)
 		binary.BigEndian.PutUint16(b[2:], header.Checksum(b, 0))
 	} else {
 		family, proto, to = unix.AF_INET6, unix.IPPROTO_ICMPV6, &unix.SockaddrInet6{Addr: a.As16()}
-		b = []byte{2, 0, 0, 0, 0, 0, 1280 >> 8, 1280 & 0xff, 0x60, 0, 0, 0, 1400 >> 8, 1400 & 0xff, unix.IPPROTO_UDP, 64}
-		b = append(append(append(b, a.AsSlice()...), peer.AsSlice()...), udp...) // the kernel adds the checksum
+		b = []byte{2, 0, 0, 0, 0, 0, 1280 >> 8, 1280 & 0xff, 0x60, 0, 0, 0, 1400 >> 8, 1400 & 0xff, about, 64}
+		b = append(append(append(b, a.AsSlice()...), peer.AsSlice()...), inner...) // the kernel adds the checksum
 	}
 	fd, err := unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, proto)
 	if err != nil {

@@ -311,8 +311,8 @@ func TestForgedICMP(t *testing.T) {
 // forgeICMP sends an ICMP error to host a: its datagram from port 4789 to port 4789 of peer, or its answer to a ping of
 // peer, exceeds an MTU of 576, over IPv6 of 1280.
 func forgeICMP(t *testing.T, a, peer netip.Addr, ping bool) {
-	about, inner := byte(unix.IPPROTO_UDP), []byte{4789 >> 8, 4789 & 0xff, 4789 >> 8, 4789 & 0xff, 1400 >> 8, 1400 & 0xff, 0,
-		0}
+	about, inner := byte(unix.IPPROTO_UDP),
+		[]byte{4789 >> 8, 4789 & 0xff, 4789 >> 8, 4789 & 0xff, 1400 >> 8, 1400 & 0xff, 0, 0}
 	switch {
 	case ping && a.Is4():
 		about, inner = unix.IPPROTO_ICMP, make([]byte, 8) // type 0: echo reply

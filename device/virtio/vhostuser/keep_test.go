@@ -100,8 +100,8 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 // says how long.
 func TestMemoryChangesArePaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
-	srv, err := vhostuser.Listen(vhostuser.Config{Path: path, KeepAs: "hca/one", Keeper: testutil.NewKeeper(t)}, newEcho(2),
-		9)
+	cfg := vhostuser.Config{Path: path, KeepAs: "hca/one", Keeper: testutil.NewKeeper(t)}
+	srv, err := vhostuser.Listen(cfg, newEcho(2), 9)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -171,9 +171,12 @@ func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded,
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Remove(u.dropIn()); err == nil {
-		err = systemctl(ctx, "daemon-reload")
-	} else if !errors.Is(err, os.ErrNotExist) {
+	switch err := os.Remove(u.dropIn()); {
+	case err == nil:
+		if err := systemctl(ctx, "daemon-reload"); err != nil {
+			return nil, err
+		}
+	case !errors.Is(err, os.ErrNotExist):
 		return nil, err
 	}
 	restarted := make(chan error, 1)

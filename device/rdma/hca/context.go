@@ -14,6 +14,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -28,12 +29,12 @@ import (
 //
 //	entries of on-demand regions   guest faults
 //	guest faults under way         raised again, with other tokens; late answers to the old ones have no effect
-//	connections seen by cm         paths are found by address; what the peers do after RNR NAKs is in the context
+//	paths of connections           found by address
 //	counters                       begin at 0
 
 const (
 	contextMagic   = "vnicd HCA context"
-	contextVersion = 1
+	contextVersion = 2 // 2: connections that connection management made
 	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.
 	maxContext = 1 << 30
 	// restoreTime bounds the wait for host memory while a device is restored.
@@ -250,6 +251,10 @@ func (r *restorer) objects(x *deviceContext) error {
 			return err
 		}
 	}
+	// Their queue pairs bind them when they get their states.
+	if err := r.d.data.conns.restore(d.data.engines[0].loop.Clock().Now(), x.conns); err != nil {
+		return fmt.Errorf("%w: %w", record.ErrInvalid, err)
+	}
 	for i := range x.groups {
 		g := &x.groups[i]
 		s := abi.Mcast{QPN: g.qpn, GID: g.gid}
@@ -425,7 +430,6 @@ func (x *qpContext) put(q *qp) error {
 	if q.hasRQ {
 		x.rqIndices.put(&q.rq)
 	}
-	q.patience.Store(x.patience)
 	q.failing = x.failing
 	q.unpostedCQEs = append(q.unpostedCQEs[:0], x.unposted...)
 	for side := range x.faults {
@@ -437,6 +441,9 @@ func (x *qpContext) put(q *qp) error {
 		return fmt.Errorf("queue pair %#x: %w", q.n, err)
 	}
 	q.attributesChanged(roce.MaskState | roce.MaskAV | roce.MaskQKey)
+	if q.patience.Load() == uint32(wire.PatienceUnknown) { // the connection is not in the context
+		q.patience.Store(x.patience)
+	}
 	return nil
 }
 
@@ -490,6 +497,7 @@ func (x *deviceContext) take(d *Device) error {
 		})
 	}
 	x.takeQPs(d)
+	x.conns = d.data.conns.copy(d.data.engines[0].loop.Clock().Now())
 	for gid, qs := range d.data.groups.Load().groups {
 		for _, q := range qs {
 			x.groups = append(x.groups, groupContext{gid: gid, qpn: q.n})

@@ -4,6 +4,7 @@ package hca
 
 import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -23,6 +24,7 @@ type deviceContext struct {
 	srqs                                  []srqContext
 	qps                                   []qpContext
 	groups                                []groupContext
+	conns                                 []cm.Conn // since version 2
 }
 
 type gidContext struct {
@@ -154,6 +156,9 @@ func (x *deviceContext) record(c *record.Codec, d *Device) {
 		c.Fixed(g.gid[:])
 		record.Num(c, &g.qpn)
 	})
+	if now := d.data.engines[0].loop.Clock().Now(); c.Since(2) {
+		record.List(c, &x.conns, mostObjects, "connections", func(n *cm.Conn) { n.Record(c, now) })
+	}
 }
 
 func recordPages(c *record.Codec, pages *[]translate.PA) {

@@ -3,11 +3,16 @@ package hca
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/cm"
+	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
 	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -175,6 +180,25 @@ func (w *world) tryContext(tb testing.TB, g *guest, context []byte) error {
 	return nil
 }
 
+func version(n byte) []byte { return append([]byte(contextMagic), n) }
+
+// A context of version 1, which had no connections, is continued (CO-6).
+func TestPreviousContext(t *testing.T) {
+	w, g := furnished(t, 1)
+	newest := saved(t, g)
+	if newest[len(newest)-1] != 0 {
+		t.Fatal("there are connections")
+	}
+	x := w.twin(t, g)
+	defer x.dropTwin()
+	if err := x.Restore(bytes.Replace(newest[:len(newest)-1], version(contextVersion), version(1), 1)); err != nil {
+		t.Fatal(err)
+	}
+	if again := saved(t, x); !bytes.Equal(again, newest) {
+		t.Errorf("%d bytes became %d", len(newest), len(again))
+	}
+}
+
 // A context of another VM, of a device with other queues, and of another version.
 func TestForeignContext(t *testing.T) {
 	w, g := furnished(t, 1)
@@ -183,7 +207,7 @@ func TestForeignContext(t *testing.T) {
 		"another VM":     saved(t, g),
 		"nothing":        nil,
 		"not a context":  []byte("a context of nothing"),
-		"newer version":  bytes.Replace(saved(t, other), []byte(contextMagic+"\x01"), []byte(contextMagic+"\x02"), 1),
+		"newer version":  bytes.Replace(saved(t, other), version(contextVersion), version(contextVersion+1), 1),
 		"trailing bytes": append(saved(t, other), 0),
 	} {
 		x := w.twin(t, other)
@@ -206,4 +230,47 @@ func FuzzDeviceContext(f *testing.F) {
 	w, g := furnished(f, 1)
 	f.Add(saved(f, g))
 	f.Fuzz(func(t *testing.T, context []byte) { _ = w.tryContext(t, g, context) })
+}
+
+// Connections that connection management made are the same in the next device, and so is what it knows of their peers:
+// whether they wait for ever (CO-1).
+func TestContextConnections(t *testing.T) {
+	w := newWorld(t, 1, 2, Limits{})
+	g, other := w.guests[0], w.guests[1]
+	a, b := g.qp(qpSpec{pd: g.pd()}), other.qp(qpSpec{pd: other.pd()})
+	say := gsiPair(g, other)
+	say(g, cmtest.Message{Kind: cm.REQ, LocalID: 5, QPN: a.n, PathMTU: 5, RNRRetry: 7, Local: g.gid(),
+		Remote: other.gid()})
+	b.connectRNR(a, 7)
+	say(other, cmtest.Message{Kind: cm.REP, LocalID: 6, RemoteID: 5, QPN: b.n, RNRRetry: 7})
+	a.connectRNR(b, 7)
+	say(g, cmtest.Message{Kind: cm.RTU, LocalID: 5, RemoteID: 6})
+	say(g, cmtest.Message{Kind: cm.REQ, LocalID: 7, QPN: 99, PathMTU: 5, Local: g.gid(), Remote: other.gid()})
+	show := func(d *guest) (out []string) {
+		for _, c := range d.Connections() {
+			out = append(out, fmt.Sprintln(c.State, c.QPState, c.Role, c.LocalQPN, c.RemoteQPN, c.LocalID, c.RemoteID,
+				c.ServiceID, c.RemoteGID, c.RemoteMAC, wire.Patience(d.patience(c.LocalQPN))))
+		}
+		return out
+	}
+	before := show(g)
+	if len(before) != 2 || g.patience(a.n) != uint32(wire.PatienceForever) {
+		t.Fatalf("%q, patience %#x", before, g.patience(a.n))
+	}
+	x := w.twin(t, g)
+	defer x.dropTwin()
+	if err := x.Restore(saved(t, g)); err != nil {
+		t.Fatal(err)
+	}
+	if after := show(x); !slices.Equal(after, before) {
+		t.Errorf("%q became %q", before, after)
+	}
+}
+
+// patience is what the device knows of the peer of a QP.
+func (g *guest) patience(n uint32) uint32 {
+	if q := g.qpFor(n); q != nil {
+		return q.patience.Load()
+	}
+	return 0
 }

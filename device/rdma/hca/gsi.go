@@ -159,3 +159,15 @@ func (c *connections) copy(now int64) (out []cm.Conn) {
 	c.table.Each(now, func(x *cm.Conn) { out = append(out, *x) })
 	return out
 }
+
+// restore adds the connections of a context.
+func (c *connections) restore(now int64, conns []cm.Conn) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range conns {
+		if err := c.table.Add(now, &conns[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -45,8 +45,9 @@ const (
 type keeper struct {
 	Config
 	store   *store
-	signals chan os.Signal
-	current program // what runs, and what a failed upgrade goes back to
+	ending  chan os.Signal // SIGTERM, SIGINT
+	signals chan os.Signal // SIGHUP, Upgrade
+	current program        // what runs, and what a failed upgrade goes back to
 	crashes []time.Time
 	said    Status
 }
@@ -58,7 +59,8 @@ func Run(c Config) (status int, err error) {
 	// The daemon's parent, for PR_SET_PDEATHSIG, is this thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	k := &keeper{Config: c, signals: make(chan os.Signal, 8), said: Status{PID: os.Getpid()}}
+	k := &keeper{Config: c, ending: make(chan os.Signal, 1), signals: make(chan os.Signal, 2),
+		said: Status{PID: os.Getpid()}}
 	if k.StartTime == 0 {
 		k.StartTime = time.Minute
 	}
@@ -81,7 +83,9 @@ func Run(c Config) (status int, err error) {
 	if err := k.said.write(); err != nil {
 		return 1, err
 	}
-	signal.Notify(k.signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP, Upgrade)
+	signal.Notify(k.ending, syscall.SIGTERM, syscall.SIGINT)
+	defer signal.Stop(k.ending)
+	signal.Notify(k.signals, syscall.SIGHUP, Upgrade)
 	defer signal.Stop(k.signals)
 
 	d, err := k.start(k.current)
@@ -155,10 +159,10 @@ func (k *keeper) wait(d *daemon, limit <-chan time.Time) event {
 			}
 		case <-limit:
 			return late
+		case <-k.ending:
+			return stopAsked
 		case s := <-k.signals:
 			switch {
-			case s == syscall.SIGTERM || s == syscall.SIGINT:
-				return stopAsked
 			case starting: // it reads the present configuration, and is as new as the program
 			case s == Upgrade:
 				return upgradeAsked
@@ -181,7 +185,7 @@ func (k *keeper) start(p program) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer closeAll(files)
+	defer closeFiles(files)
 	names := make([]string, len(files))
 	for i, f := range files {
 		names[i] = f.Name()
@@ -258,15 +262,11 @@ func (k *keeper) pause() bool {
 		k.crashes, delay = k.crashes[1:], restartDelay
 	}
 	k.crashes = append(k.crashes, now)
-	for after := time.After(delay); ; {
-		select {
-		case <-after:
-			return true
-		case s := <-k.signals:
-			if s == syscall.SIGTERM || s == syscall.SIGINT {
-				return false
-			}
-		}
+	select {
+	case <-time.After(delay):
+		return true
+	case <-k.ending:
+		return false
 	}
 }
 

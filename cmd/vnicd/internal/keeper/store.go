@@ -13,12 +13,15 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 )
 
 // maxStored bounds the descriptors of the store.
 const maxStored = 32768
 
-// store has the descriptors that the daemon wants the next one to get, and receives the daemon's messages.
+// store has the descriptors that the daemon wants the next one to get, and receives the daemon's messages. The
+// descriptors are bare numbers: as os.Files, Go's poller would wake up for each event on those that do not block.
 type store struct {
 	log     hclog.Logger
 	dir     string // of the socket; nobody else may enter it
@@ -29,13 +32,13 @@ type store struct {
 	done    sync.WaitGroup
 
 	mu     sync.Mutex
-	sender int        // process whose messages count
-	files  []*os.File // in the order of their arrival; their names are those of the descriptors
+	sender int                  // process whose messages count
+	kept   []systemd.Descriptor // in the order of their arrival
 }
 
 // newStore listens. inherited are descriptors that the keeper itself was passed.
-func newStore(log hclog.Logger, inherited []*os.File, forward func(string)) (*store, error) {
-	s := &store{log: log, files: inherited, forward: forward, ready: make(chan int, 1),
+func newStore(log hclog.Logger, inherited []systemd.Descriptor, forward func(string)) (*store, error) {
+	s := &store{log: log, kept: inherited, forward: forward, ready: make(chan int, 1),
 		settled: make(chan struct{}, 1)}
 	var err error
 	if s.dir, err = os.MkdirTemp("", "vnicd-keeper-"); err != nil { // of mode 0700
@@ -97,8 +100,8 @@ func (s *store) path() string { return filepath.Join(s.dir, "notify") }
 func (s *store) close() {
 	_ = s.conn.Close()
 	s.done.Wait()
-	for _, f := range s.files {
-		_ = f.Close()
+	for _, d := range s.kept {
+		_ = unix.Close(d.FD)
 	}
 	_ = os.RemoveAll(s.dir)
 }
@@ -107,20 +110,30 @@ func (s *store) close() {
 func (s *store) copies() (files []*os.File, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, f := range s.files {
-		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3)
+	for _, d := range s.kept {
+		fd, err := duplicate(d.FD)
 		if err != nil {
-			closeAll(files)
-			return nil, fmt.Errorf("duplicate of %s: %w", f.Name(), err)
+			closeFiles(files)
+			return nil, fmt.Errorf("duplicate of %s: %w", d.Name, err)
 		}
-		files = append(files, os.NewFile(uintptr(fd), f.Name()))
+		files = append(files, os.NewFile(uintptr(fd), d.Name))
 	}
 	return files, nil
 }
 
-func closeAll(files []*os.File) {
+func duplicate(fd int) (int, error) {
+	return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, firstFile)
+}
+
+func closeFiles(files []*os.File) {
 	for _, f := range files {
 		_ = f.Close()
+	}
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
 	}
 }
 
@@ -137,7 +150,7 @@ func (s *store) receive() {
 			}
 			return
 		}
-		files, from, err := control(oob[:nr])
+		fds, from, err := control(oob[:nr])
 		switch {
 		case err != nil:
 			s.log.Warn("message of the daemon refused", "error", err)
@@ -148,14 +161,14 @@ func (s *store) receive() {
 		case !s.counts(from):
 			s.log.Warn("message of another process refused", "pid", from)
 		default:
-			files = s.handle(from, strings.Split(string(b[:n]), "\n"), files)
+			s.handle(from, strings.Split(string(b[:n]), "\n"), fds)
 		}
-		closeAll(files)
+		closeAll(fds)
 	}
 }
 
 // control returns the descriptors and the sender of a message.
-func control(oob []byte) (files []*os.File, from int, err error) {
+func control(oob []byte) (fds []int, from int, err error) {
 	msgs, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
 		return nil, 0, err
@@ -163,27 +176,27 @@ func control(oob []byte) (files []*os.File, from int, err error) {
 	for i := range msgs {
 		switch msgs[i].Header.Type {
 		case unix.SCM_RIGHTS:
-			fds, err := unix.ParseUnixRights(&msgs[i])
+			some, err := unix.ParseUnixRights(&msgs[i])
 			if err != nil {
-				return files, 0, err
+				return fds, 0, err
 			}
-			for _, fd := range fds {
+			for _, fd := range some {
 				unix.CloseOnExec(fd)
-				files = append(files, os.NewFile(uintptr(fd), ""))
 			}
+			fds = append(fds, some...)
 		case unix.SCM_CREDENTIALS:
 			c, err := unix.ParseUnixCredentials(&msgs[i])
 			if err != nil {
-				return files, 0, err
+				return fds, 0, err
 			}
 			from = int(c.Pid)
 		}
 	}
-	return files, from, nil
+	return fds, from, nil
 }
 
-// handle does what a message asks for, and returns the descriptors that are not used any more.
-func (s *store) handle(from int, words []string, files []*os.File) (unused []*os.File) {
+// handle does what a message asks for. The caller closes its descriptors.
+func (s *store) handle(from int, words []string, fds []int) {
 	is := func(w string) bool { return slices.Contains(words, w) }
 	name := ""
 	for _, w := range words {
@@ -193,11 +206,13 @@ func (s *store) handle(from int, words []string, files []*os.File) (unused []*os
 	}
 	switch {
 	case is("FDSTORE=1"):
-		return s.keep(name, files)
+		s.keep(name, fds)
+		return
 	case is("FDSTOREREMOVE=1"):
-		return append(s.remove(name), files...)
+		s.remove(name)
+		return
 	case is("BARRIER=1"): // closing the descriptor is the answer (sd_notify_barrier(3))
-		return files
+		return
 	case is("READY=1"):
 		select {
 		case <-s.ready:
@@ -206,41 +221,37 @@ func (s *store) handle(from int, words []string, files []*os.File) (unused []*os
 		s.ready <- from
 	}
 	s.forward(strings.Join(words, "\n"))
-	return files
 }
 
-func (s *store) keep(name string, files []*os.File) (unused []*os.File) {
-	if len(files) != 1 || name == "" || strings.ContainsAny(name, ":\x00") {
+func (s *store) keep(name string, fds []int) {
+	if len(fds) != 1 || name == "" || strings.ContainsAny(name, ":\x00") {
 		s.log.Warn("a descriptor of the daemon is not stored: a message needs one descriptor and a name", "name", name,
-			"descriptors", len(files))
-		return files
+			"descriptors", len(fds))
+		return
 	}
-	fd, err := unix.FcntlInt(files[0].Fd(), unix.F_DUPFD_CLOEXEC, 3)
+	fd, err := duplicate(fds[0])
 	if err != nil {
 		s.log.Error("a descriptor of the daemon is not stored", "name", name, "error", err)
-		return files
+		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.files) >= maxStored {
+	if len(s.kept) >= maxStored {
 		s.log.Error("a descriptor of the daemon is not stored: the store is full", "name", name, "limit", maxStored)
 		_ = unix.Close(fd)
-		return files
+		return
 	}
-	s.files = append(s.files, os.NewFile(uintptr(fd), name))
-	return files
+	s.kept = append(s.kept, systemd.Descriptor{Name: name, FD: fd})
 }
 
 // remove takes the descriptors with that name out of the store.
-func (s *store) remove(name string) (removed []*os.File) {
+func (s *store) remove(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.files = slices.DeleteFunc(s.files, func(f *os.File) bool {
-		if f.Name() != name {
-			return false
+	s.kept = slices.DeleteFunc(s.kept, func(d systemd.Descriptor) bool {
+		if d.Name == name {
+			_ = unix.Close(d.FD)
 		}
-		removed = append(removed, f)
-		return true
+		return d.Name == name
 	})
-	return removed
 }

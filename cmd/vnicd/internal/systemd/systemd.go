@@ -100,14 +100,20 @@ func Environment(notify string, names []string) []string {
 		"LISTEN_FDS=" + strconv.Itoa(len(names)), "LISTEN_FDNAMES=" + strings.Join(names, ":")}
 }
 
-// Passed returns all descriptors that were passed, with their names. The caller owns them.
-func Passed() (files []*os.File) {
+// Descriptor is a named descriptor.
+type Descriptor struct {
+	Name string
+	FD   int
+}
+
+// Passed returns all descriptors that were passed. The caller owns them.
+func Passed() (all []Descriptor) {
 	passed(func(fd int, name string) bool {
 		syscall.CloseOnExec(fd)
-		files = append(files, os.NewFile(uintptr(fd), name))
+		all = append(all, Descriptor{name, fd})
 		return true
 	})
-	return files
+	return all
 }
 
 // passed calls f with each descriptor that systemd passed, and its name, until f returns false.

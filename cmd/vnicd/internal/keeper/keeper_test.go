@@ -1,7 +1,6 @@
 package keeper
 
 import (
-	"bytes"
 	"fmt"
 	"os"
 	"os/exec"
@@ -16,6 +15,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/systemd"
 	"github.com/vnicd/vnicd/device/testutil"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
 // The test's program is also the keeper and the daemons of the tests. What a daemon does is appended to its program's
@@ -133,7 +133,7 @@ type rig struct {
 	dir   string
 	cmd   *exec.Cmd
 	ended chan error
-	log   bytes.Buffer
+	log   testlog.Log
 }
 
 func newRig(t *testing.T, first string) *rig { return newRigWithin(t, first, "5m") }

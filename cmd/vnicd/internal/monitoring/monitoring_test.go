@@ -132,7 +132,7 @@ func filled() *daemon.Status {
 
 // notExported are the numbers of a status that are not metrics, and why.
 var notExported = regexp.MustCompile(`^(` + strings.Join([]string{
-	`pid`,                                                      // process_* has it
+	`(keeper\.)?pid`,                                           // process_* has it
 	`engines\.(CPUs|Nice)`,                                     // configuration
 	`vms\.control\.percent`,                                    // likewise
 	`networks\.fdb\..*`,                                        // per address: unbounded

@@ -167,7 +167,7 @@ func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded,
 		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
 			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
 	}
-	previous, err := u.save(was.PID)
+	command, err := u.save(was.PID)
 	if err != nil {
 		return nil, err
 	}
@@ -192,7 +192,7 @@ func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded,
 	if err == nil {
 		return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued}, nil
 	}
-	if back := u.goBack(ctx, previous); back != nil {
+	if back := u.goBack(ctx, command); back != nil {
 		return nil, fmt.Errorf("%w; going back to the previous program: %w", err, back)
 	}
 	return nil, fmt.Errorf("%w; the previous program %s runs again (see `journalctl -u %s`)", err, was.Version, u.unit)
@@ -217,26 +217,46 @@ func systemctl(ctx context.Context, args ...string) error {
 	return nil
 }
 
-// save copies the program of a process.
-func (u *upgrade) save(pid int) (string, error) {
+// save copies the program of a process, and returns the command line that runs the copy as the process was run.
+func (u *upgrade) save(pid int) (command string, err error) {
+	fail := func(err error) (string, error) { return "", fmt.Errorf("a copy of the program that runs: %w", err) }
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/exe", pid))
 	if err != nil {
-		return "", fmt.Errorf("the program that runs: %w", err)
+		return fail(err)
 	}
-	if err := os.MkdirAll(previousDir, 0o755); err != nil {
-		return "", fmt.Errorf("a copy of the program that runs: %w", err)
+	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return fail(err)
 	}
 	path := filepath.Join(previousDir, "vnicd")
-	if err := os.WriteFile(path+".new", b, 0o755); err != nil {
-		return "", fmt.Errorf("a copy of the program that runs: %w", err)
+	if err := os.MkdirAll(previousDir, 0o755); err != nil {
+		return fail(err)
 	}
-	return path, os.Rename(path+".new", path)
+	if err := os.WriteFile(path+".new", b, 0o755); err != nil {
+		return fail(err)
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		return fail(err)
+	}
+	return unitCommand(path, string(line)), nil
+}
+
+// unitCommand returns the command line of a unit that runs a program with the arguments of a process, as its cmdline in
+// /proc lists them.
+func unitCommand(path, cmdline string) string {
+	words := strings.Split(strings.TrimSuffix(cmdline, "\x00"), "\x00")
+	words[0] = path
+	quote := strings.NewReplacer(`\`, `\\`, `"`, `\"`, "%", "%%", "$", "$$", "\n", `\n`)
+	for i, w := range words {
+		words[i] = `"` + quote.Replace(w) + `"`
+	}
+	return strings.Join(words, " ")
 }
 
 // goBack makes systemd run the previous program.
-func (u *upgrade) goBack(ctx context.Context, previous string) error {
-	text := fmt.Sprintf("# Written by `vnicd upgrade`, because the new program did not come up; the next upgrade removes it.\n"+
-		"[Service]\nExecStartPre=\nExecStart=\nExecStart=%s run\n", previous)
+func (u *upgrade) goBack(ctx context.Context, command string) error {
+	text := "# Written by `vnicd upgrade`, because the new program did not come up; the next upgrade removes it.\n" +
+		"[Service]\nExecStartPre=\nExecStart=\nExecStart=" + command + "\n"
 	if err := os.MkdirAll(filepath.Dir(u.dropIn()), 0o755); err != nil {
 		return err
 	}

@@ -230,3 +230,15 @@ func TestUpgradeKept(t *testing.T) {
 		t.Errorf("status shows no keeper: %d: %s%s", status, out, errs)
 	}
 }
+
+// The previous program gets the arguments that it had, whatever they are.
+func TestUnitCommand(t *testing.T) {
+	for line, want := range map[string]string{
+		"/usr/bin/vnicd\x00run\x00": `"/p/vnicd" "run"`,
+		"vnicd\x00run\x00-c\x00/etc/my \"own\".yaml\x00--log-level=$X 5%\\\x00": `"/p/vnicd" "run" "-c" "/etc/my \"own\".yaml" "--log-level=$$X 5%%\\"`,
+	} {
+		if got := unitCommand("/p/vnicd", line); got != want {
+			t.Errorf("%q: %s, want %s", line, got, want)
+		}
+	}
+}

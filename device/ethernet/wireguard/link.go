@@ -160,11 +160,18 @@ func (d *Device) Refresh() {
 	d.refreshLocked()
 }
 
+// leastMTU6 is the least MTU of an interface with IPv6 (RFC 8200, section 5): with less, the kernel removes its addresses
+// and routes for good. What a path then does not carry, encrypted, is fragmented.
+const leastMTU6 = 1280
+
 func (d *Device) refreshLocked() {
 	if d.closed {
 		return
 	}
 	mtu := bestMTU(d.nl, d.index, d.set.Peers)
+	if d.cfg.Local.Is6() {
+		mtu = max(mtu, leastMTU6)
+	}
 	if mtu == d.mtu {
 		return
 	}

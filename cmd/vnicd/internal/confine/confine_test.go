@@ -197,6 +197,14 @@ func allowed() error {
 		refused("file in memory", err)
 		refused("signal", unix.Tgkill(os.Getppid(), os.Getppid(), 0))
 		refused("listen", unix.Listen(0, 1))
+		refused("descriptors", unix.Sendmsg(0, []byte{0}, unix.UnixRights(0), nil, 0))
+		refused("end of reading", unix.Shutdown(0, unix.SHUT_RD))
+		refused("end of a connection", unix.Shutdown(0, unix.SHUT_RDWR))
+		for _, name := range []int{unix.SO_LINGER, unix.SO_ATTACH_FILTER, unix.SO_LOCK_FILTER, unix.SO_MARK} {
+			refused(fmt.Sprint("option ", name), unix.SetsockoptInt(0, unix.SOL_SOCKET, name, 1))
+		}
+		_, err = unix.Socket(unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_MPTCP)
+		refused("MPTCP", err)
 		if _, _, errno := unix.Syscall(unix.SYS_CLONE3, 0, 0, 0); errno != unix.ENOSYS {
 			errs = append(errs, fmt.Errorf("clone3: %w", errno))
 		}

@@ -18,6 +18,7 @@ var BGPWorker = worker.Kind{
 	Capabilities: []uint{unix.CAP_NET_BIND_SERVICE}, // port 179, until it listens
 	Calls:        append(confine.TCPClient(), confine.Connections()...),
 	MaxFiles:     1024,
+	MaxMemory:    16 << 30, // for many more routes than neighbours may send; the kernel then ends this process first
 	Open:         func(p *worker.Process) (func() error, error) { return evpn.Open(p.Conn, p.Log) },
 }
 

@@ -55,6 +55,11 @@ func pair() (*Conn, *os.File, error) {
 	}
 	ours, other := os.NewFile(uintptr(fds[0]), "worker"), os.NewFile(uintptr(fds[1]), "worker")
 	defer ours.Close()
+	// A name that is no file (unix(7), autobind). A socket has one at most, so the worker cannot make a file by bind(2).
+	if err := unix.Bind(fds[1], &unix.SockaddrUnix{}); err != nil {
+		other.Close()
+		return nil, nil, fmt.Errorf("worker: bind: %w", err)
+	}
 	c, err := newConn(ours)
 	if err != nil {
 		other.Close()

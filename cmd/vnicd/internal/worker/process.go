@@ -125,6 +125,10 @@ func work(kinds []Kind, args []string) error {
 	return run()
 }
 
+// maxThreads bounds the threads of a worker's user, which may be the daemon's, too. TasksMax= of the unit leaves more
+// to the daemon, which ends if it cannot have a thread.
+const maxThreads = 4096
+
 // limit bounds what the process may use, and keeps others of its user from its memory.
 func (k *Kind) limit() error {
 	// When memory is short, workers die before the daemon. A kernel without this file has no such order.
@@ -135,7 +139,8 @@ func (k *Kind) limit() error {
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return fmt.Errorf("PR_SET_DUMPABLE: %w", err)
 	}
-	limits := map[int]uint64{unix.RLIMIT_CORE: 0, unix.RLIMIT_FSIZE: 0, unix.RLIMIT_NOFILE: k.MaxFiles}
+	limits := map[int]uint64{unix.RLIMIT_CORE: 0, unix.RLIMIT_FSIZE: 0, unix.RLIMIT_NOFILE: k.MaxFiles,
+		unix.RLIMIT_NPROC: maxThreads}
 	if k.MaxMemory > 0 {
 		now, err := dataSize()
 		if err != nil {

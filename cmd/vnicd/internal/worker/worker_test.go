@@ -428,6 +428,10 @@ func tries(p *Process, secret []byte) error {
 			did = append(did, fmt.Sprintf("%s: %v", name, errno))
 		}
 	}
+	var threads unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NPROC, &threads); err != nil || threads.Max > maxThreads {
+		did = append(did, fmt.Sprint("threads ", threads.Max, err))
+	}
 	_, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_EXEC, unix.MAP_ANON|unix.MAP_PRIVATE)
 	try("code", err)
 	b, err := json.Marshal(did)
@@ -497,7 +501,13 @@ func openBind(p *Process) (func() error, error) {
 			}
 			c, err := net.Dial("tcp", string(b)) // permitted
 			_, err2 := net.Listen("tcp", "127.0.0.1:0")
-			answer := fmt.Sprint("dial ", err, ", listen ", err2 != nil)
+			var err3 error
+			if raw, err := p.Conn.sock.SyscallConn(); err == nil {
+				_ = raw.Control(func(fd uintptr) {
+					err3 = unix.Bind(int(fd), &unix.SockaddrUnix{Name: "/tmp/vnicd-worker-test.socket"})
+				})
+			}
+			answer := fmt.Sprint("dial ", err, ", listen ", err2 != nil, ", file ", err3)
 			if err == nil {
 				_ = c.Close()
 			}
@@ -509,7 +519,8 @@ func openBind(p *Process) (func() error, error) {
 	}, nil
 }
 
-// A kind gets the capability that it needs to open, and nothing of it afterwards; it can connect, but not listen.
+// A kind gets the capability that it needs to open, and nothing of it afterwards; it can connect, but not listen, nor
+// make a file of its connection.
 func TestPort(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -518,7 +529,7 @@ func TestPort(t *testing.T) {
 	defer l.Close()
 	r := newRig(t, "bind")
 	r.pid()
-	if got := r.ask(l.Addr().String()); got != "dial <nil>, listen true" {
+	if got := r.ask(l.Addr().String()); got != "dial <nil>, listen true, file invalid argument" {
 		t.Error(got)
 	}
 }

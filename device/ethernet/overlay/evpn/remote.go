@@ -456,16 +456,15 @@ func (s *Speaker) sweepLocked(from netip.Addr, epoch uint64) {
 func (s *Speaker) refused(a *advert) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, n := range s.networks {
-		m := n.macs[a.mac]
-		if n.rd != a.rd || m == nil || !m.here.here {
-			continue
-		}
-		if was, ok := n.said[a.claim]; !ok || was != a.mobility {
-			return // it has changed meanwhile
-		}
-		delete(n.said, a.claim)
-		m.here.seq = max(m.here.seq, m.next())
-		s.poke()
+	n := s.networks[a.vni]
+	if n == nil || n.rd != a.rd {
+		return
 	}
+	m := n.macs[a.mac]
+	if was, ok := n.said[a.claim]; m == nil || !m.here.here || !ok || was != a.mobility {
+		return // it has changed meanwhile
+	}
+	delete(n.said, a.claim)
+	m.here.seq = max(m.here.seq, m.next())
+	s.poke()
 }

@@ -32,6 +32,7 @@ const (
 	maxClients = 64              // connections; further ones wait in the listener's backlog
 	slotTime   = 2 * time.Second // to wait while others are served
 	writeTime  = 2 * time.Minute
+	idleTime   = 10 * time.Second // of a connection, which keeps one of maxClients places
 	scrapeTime = 10 * time.Second
 	healthTime = 4 * time.Second // the daemon answers in 3
 	viewTime   = 10 * time.Second
@@ -73,7 +74,7 @@ func New(cfg Config, slots []net.Conn, logger hclog.Logger) (*Server, error) {
 	}
 	return &Server{daemon: d, stop: make(chan struct{}), srv: &http.Server{
 		Handler: ownHost(cfg.Names, mux), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-		WriteTimeout: writeTime, IdleTimeout: writeTime, MaxHeaderBytes: 16 << 10, ErrorLog: errorLog(logger),
+		WriteTimeout: writeTime, IdleTimeout: idleTime, MaxHeaderBytes: 16 << 10, ErrorLog: errorLog(logger),
 	}}, nil
 }
 

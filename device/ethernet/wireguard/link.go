@@ -160,8 +160,8 @@ func (d *Device) Refresh() {
 	d.refreshLocked()
 }
 
-// leastMTU6 is the least MTU of an interface with IPv6 (RFC 8200, section 5): with less, the kernel removes its addresses
-// and routes for good. What a path then does not carry, encrypted, is fragmented.
+// leastMTU6 is the least MTU of an interface with IPv6 (RFC 8200, section 5): with less, the kernel removes its
+// addresses and routes for good. What a path then does not carry, encrypted, is fragmented.
 const leastMTU6 = 1280
 
 func (d *Device) refreshLocked() {

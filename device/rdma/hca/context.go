@@ -76,7 +76,8 @@ func (d *Device) Save() ([]byte, error) {
 
 // any reports whether the driver has set up anything.
 func (t *tables) any(d *dataSide) bool {
-	return t.qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.mws)+len(t.pds) > 0 || d.ahs.Load() != nil
+	return t.qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.mws)+len(t.pds)+len(d.gids.snap.Load().used) > 0 ||
+		d.ahs.Load() != nil || slices.ContainsFunc(t.dbHeld[:], func(h held) bool { return h.release != nil })
 }
 
 // Restore makes the objects of a context, in a device that is connected and has none. After an error the device is as
@@ -115,6 +116,7 @@ func (d *Device) Restore(b []byte) (err error) {
 	d.generation.Store(x.generation)
 	d.position = x.position
 	d.data.paused.Store(d.tables.qps > 0)
+	d.PortChanged() // link and MTU may not be those that the driver has read
 	d.log.Info("resumed the objects of the previous vnicd", "qps", d.tables.qps, "cqs", len(d.tables.cqs), "regions",
 		len(d.tables.mrs))
 	return nil
@@ -296,6 +298,12 @@ func (r *restorer) key(k *keyContext) error {
 
 // pages sets the entries of a pinned region.
 func (r *restorer) pages(handle uint32, k *keyContext) error {
+	if len(k.runs) == 0 {
+		return nil
+	}
+	if k.state.Dynamic || k.state.Spec.Flags&(translate.DemandPaging|translate.Phys) != 0 { // nothing bounds their pages
+		return fmt.Errorf("key %#x has no pages of its own: %w", handle, record.ErrInvalid)
+	}
 	const atOnce = 1 << 16
 	size := translate.PA(1) << (k.state.Spec.PageShift & 63)
 	pas, first := make([]translate.PA, 0, min(k.state.Spec.NPages, atOnce)), uint64(0)
@@ -336,7 +344,9 @@ func (r *restorer) cq(x *cqContext) error {
 	}
 	q := r.t.cqs[x.n].q // no QP uses it yet
 	q.prod, q.cons = x.prod&q.r.mask, x.cons&q.r.mask
-	q.failed.Store(x.failed)
+	if q.failed.Store(x.failed); x.failed {
+		r.d.data.cqFailures.Add(1) // its QPs may not have noticed
+	}
 	if x.completions != 0 {
 		q.ceq.post(&q.comp, 1)
 	}
@@ -355,12 +365,13 @@ func (r *restorer) srq(x *srqContext) error {
 	if err := r.unused("shared receive queue", x.n, r.t.srqs[x.n] != nil); err != nil {
 		return err
 	}
-	s := abi.CreateSRQ{PDN: x.pdn, MaxSGE: x.maxSGE, Limit: x.limit, Ring: x.ring.geometry()}
+	s := abi.CreateSRQ{PDN: x.pdn, MaxSGE: x.maxSGE, Ring: x.ring.geometry()}
 	in := payload(abi.SizeCreateSRQ, s.Encode, x.ring.pages)
 	if err := r.replay(abi.CmdCreateSRQ, in, &identity{n: x.n}); err != nil {
 		return err
 	}
-	q := r.t.srqs[x.n].q
+	q := r.t.srqs[x.n].q // no QP uses it yet
+	q.limit = x.limit    // which a ring that was resized may not reach
 	x.indices.put(&q.wr)
 	q.failed.Store(x.failed)
 	r.events(&q.asyn, x.events)
@@ -386,6 +397,9 @@ func (r *restorer) qp(x *qpContext) error {
 		MaxRecvSGE: x.maxRecvSGE, MaxInline: x.maxInline, SQ: x.sq.geometry(), RQ: x.rq.geometry(),
 	}
 	e := d.engines[x.engine]
+	if o := r.t.srqs[x.srq]; x.flags&abi.QPHasSRQ != 0 && o != nil && o.owner != nil && o.owner != e {
+		return fmt.Errorf("queue pair %#x is not on the engine of its shared receive queue: %w", x.n, record.ErrInvalid)
+	}
 	as := identity{n: x.n, index: int(x.index), engine: e}
 	if err := r.replay(abi.CmdCreateQP, payload(abi.SizeCreateQP, s.Encode, x.sq.pages, x.rq.pages), &as); err != nil {
 		return err
@@ -393,6 +407,11 @@ func (r *restorer) qp(x *qpContext) error {
 	o := r.t.qpList[x.n]
 	o.q.windowPD = translate.PD(x.windowPD) // the QP is in RESET: its engine does not use it
 	if bells := d.engines[x.bells]; bells != e {
+		armed := false
+		if bells.loop.Visit(func() { armed = bells.armed }); !armed {
+			return fmt.Errorf("queue pair %#x has its doorbell on engine %d, which has none: %w", x.n, x.bells,
+				record.ErrInvalid)
+		}
 		e.loop.Visit(func() { e.db.leave(o.q.index) })
 		bells.loop.Visit(func() { bells.db.join(o.q.index) })
 		o.bells = bells
@@ -410,6 +429,9 @@ func (r *restorer) states(x *deviceContext) error {
 				if s := &x.qps[i]; failed == nil && int(s.engine) == e.id {
 					failed = s.put(r.t.qpList[s.n].q)
 				}
+			}
+			if failed == nil && !r.d.data.link.Load() { // the VM was quarantined before it had these queue pairs
+				e.disconnect()
 			}
 		}); err != nil {
 			return err
@@ -435,7 +457,7 @@ func (x *qpContext) put(q *qp) error {
 	for side := range x.faults {
 		q.dev.faultCounts[q.index<<1|side] = x.faults[side]
 	}
-	c := record.Reader(x.transport)
+	c := record.Reader(x.transport).Of(x.version)
 	q.t.Context(c, q.engine.loop.Now(), func(av *roce.AddressVector) bool { return av.SMAC == q.dev.mac })
 	if err := c.End(); err != nil {
 		return fmt.Errorf("queue pair %#x: %w", q.n, err)
@@ -561,7 +583,7 @@ func takeQP(o *qpObject) qpContext {
 	for side := range x.faults {
 		x.faults[side] = q.dev.faultCounts[q.index<<1|side]
 	}
-	c := record.Writer()
+	c := record.Writer().Of(contextVersion)
 	q.t.Context(c, q.engine.loop.Now(), nil)
 	x.transport = c.Bytes()
 	return x

@@ -103,6 +103,7 @@ type qpContext struct {
 	faults                            [2]uint32 // number of guest faults of each side so far, for tokens
 	unposted                          []abi.WC
 	transport                         []byte // roce.QP.Context
+	version                           uint32 // of transport
 }
 
 // groupContext is the membership of a QP in a multicast group.
@@ -274,4 +275,5 @@ func (x *qpContext) record(c *record.Codec) {
 		}
 	})
 	c.Blob(&x.transport, maxContext, "bytes of transport state")
+	x.version = c.Written()
 }

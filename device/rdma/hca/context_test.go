@@ -12,6 +12,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/device/rdma/cm/cmtest"
 	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/roce"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
 	"github.com/vnicd/vnicd/translate"
@@ -142,7 +143,7 @@ func TestContextAtZero(t *testing.T) {
 
 // Contexts that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).
 func TestDamagedContext(t *testing.T) {
-	w, g := furnished(t, 1)
+	w, g := furnished(t, 2)
 	good := saved(t, g)
 	rng := rand.New(rand.NewPCG(1, 2))
 	refused := 0
@@ -227,7 +228,7 @@ func TestForeignContext(t *testing.T) {
 
 // FuzzDeviceContext restores arbitrary bytes.
 func FuzzDeviceContext(f *testing.F) {
-	w, g := furnished(f, 1)
+	w, g := furnished(f, 2)
 	f.Add(saved(f, g))
 	f.Fuzz(func(t *testing.T, context []byte) { _ = w.tryContext(t, g, context) })
 }
@@ -274,3 +275,112 @@ func (g *guest) patience(n uint32) uint32 {
 	}
 	return 0
 }
+
+// What may have changed between two processes, or just before the first has ended, does not cost the VM its state.
+func TestContextOfOtherTimes(t *testing.T) {
+	w, g := furnished(t, 1)
+	limit := uint32(0)
+	for _, s := range g.tables.srqs {
+		s.q.limit, limit = 1000, 1000 // SRQ_LIMIT, then a resize to fewer
+	}
+	var failed *cq
+	for _, c := range g.tables.cqs {
+		failed = c.q
+	}
+	failed.failed.Store(true) // in the last poll: no queue pair has noticed
+	x := w.twin(t, g)
+	defer x.dropTwin()
+	x.Quarantine(true) // the configuration says so now
+	notes := x.notes
+	if err := x.Restore(saved(t, g)); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range x.tables.srqs {
+		if s.q.limit != limit {
+			t.Errorf("limit %d, want %d", s.q.limit, limit)
+		}
+	}
+	if n := x.cqFailures.Load(); n != 1 {
+		t.Errorf("%d failures of completion queues are to be noticed", n)
+	}
+	x.eachQP(func(q *qp) {
+		if q.typ == roce.RC && q.t.State() >= roce.RTR && q.t.State() != roce.Err {
+			t.Errorf("queue pair %#x of a VM in quarantine is in state %v", q.n, q.t.State())
+		}
+	})
+	if x.notes == notes {
+		t.Error("the driver is not told to read link and MTU again")
+	}
+}
+
+// A driver that has begun, but has no objects yet, keeps what it has set.
+func TestContextOfYoungDriver(t *testing.T) {
+	w := newWorld(t, 1, 1, Limits{})
+	g := w.guests[0]
+	context := saved(t, g)
+	if len(context) == 0 {
+		t.Fatal("a driver with a GID and doorbells has no context")
+	}
+	x := w.twin(t, g)
+	defer x.dropTwin()
+	if err := x.Restore(context); err != nil {
+		t.Fatal(err)
+	}
+	if again := saved(t, x); !bytes.Equal(again, context) {
+		t.Errorf("%d bytes became %d", len(context), len(again))
+	}
+}
+
+// Contexts that contradict themselves are refused: none ends the process, runs for ever, or breaks what loops rely on
+// (CO-7).
+func TestContradictoryContext(t *testing.T) {
+	for what, change := range map[string]func(*deviceContext){
+		"doorbell on an engine without doorbells": func(x *deviceContext) {
+			x.bells = slices.DeleteFunc(x.bells, func(b bellContext) bool { return b.engine == 1 })
+			for i := range x.qps {
+				x.qps[i].engine, x.qps[i].bells = 0, 1
+			}
+		},
+		"endless pages of an on-demand region": func(x *deviceContext) {
+			for i := range x.keys {
+				if k := &x.keys[i]; k.state.Spec.Flags&translate.DemandPaging != 0 {
+					k.state.Spec.NPages = 1 << 60
+					k.runs = []translate.PageRun{{N: 1 << 60, PA: abi.MTTAbsent}}
+				}
+			}
+		},
+		"pages of a window": func(x *deviceContext) {
+			for i := range x.keys {
+				if k := &x.keys[i]; k.state.Spec.Flags&translate.DemandPaging != 0 {
+					k.runs = []translate.PageRun{{N: 1, PA: abi.MTTAbsent}}
+				}
+			}
+		},
+		"a shared receive queue of two engines": func(x *deviceContext) {
+			for i := range x.qps {
+				if q := &x.qps[i]; q.flags&abi.QPHasSRQ != 0 {
+					second := *q
+					second.n, second.index, second.windowPD = q.n+1<<20, uint32(qpsOfContext+i), q.windowPD+100
+					second.engine, second.bells = 1-q.engine, 1-q.engine
+					x.qps = append(x.qps, second)
+					return
+				}
+			}
+		},
+	} {
+		w, g := furnished(t, 2)
+		var x deviceContext
+		r := record.Reader(saved(t, g))
+		if x.record(r, g.Device); r.End() != nil {
+			t.Fatal(r.Err())
+		}
+		change(&x)
+		c := record.Writer()
+		x.record(c, g.Device)
+		if err := w.tryContext(t, g, c.Bytes()); !errors.Is(err, record.ErrInvalid) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
+const qpsOfContext = 40 // indices from here on are free in a furnished guest

@@ -75,6 +75,15 @@ func (c *Codec) Version(magic string, newest uint32) {
 	c.version = v
 }
 
+// Of sets the version of a record within one that has a version, before anything is written or read. It returns c.
+func (c *Codec) Of(outer uint32) *Codec {
+	c.version = outer
+	return c
+}
+
+// Written returns the version of what is read, or the newest.
+func (c *Codec) Written() uint32 { return c.version }
+
 // Since reports whether the record has the fields of a version.
 func (c *Codec) Since(version uint32) bool { return c.version >= version }
 

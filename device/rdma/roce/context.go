@@ -15,8 +15,9 @@ import (
 //	learned again       congestion window, response times, what the peer understands
 //	met again           absent pages that operations wait for
 //
-// After Thaw the requester sends again from its oldest unacknowledged packet, and the responder acknowledges once
-// more, so that a peer that was refused or lost something continues at once.
+// After Thaw the requester sends again from its oldest unacknowledged packet (UC: the message in progress from its
+// beginning), and the responder acknowledges once more, so that a peer that was refused continues at once. A peer that
+// lost requests repeats them after its timeout.
 //
 // What is read is untrusted (CO-7). It may describe a state that this vnicd would not have reached, but it keeps the
 // invariants on which this package relies; keys are looked up and rights checked at each access anyway.
@@ -52,7 +53,7 @@ func (q *QP) Context(c *record.Codec, now int64, addressable func(*AddressVector
 	q.resp.record(c, q)
 	if c.Reading() && c.Err() == nil {
 		q.state = state
-		q.frozen = frozen{since: now, refused: true}
+		q.frozen = frozen{since: now, refused: true, moved: true}
 		q.flushDelay = flushDelayMin
 	}
 }
@@ -106,8 +107,9 @@ func (a *Attr) record(c *record.Codec, cfg *Config, addressable func(*AddressVec
 	record.Max(c, &a.RQPSN, psnMask, "rq_psn")
 	record.Max(c, &a.SQPSN, psnMask, "sq_psn")
 	a.AV.record(c, addressable)
-	if c.Reading() && a.PathMTU != 0 && (a.PathMTU > 5 || mtuBytes(a.PathMTU) > cfg.MTU) {
-		c.Fail("path_mtu is %d, the port has %d bytes", a.PathMTU, cfg.MTU)
+	// It may exceed the port's MTU, which may have become smaller since.
+	if c.Reading() && a.PathMTU > 5 {
+		c.Fail("path_mtu is %d, must be at most 5", a.PathMTU)
 	}
 }
 
@@ -173,7 +175,11 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 		recordPSN(c, e, "end of a READ")
 	})
 	if c.Reading() {
-		r.adoptPositions(c, first, ends)
+		most := uint64(maxPSN)
+		if q.typ == RC { // whose recovery has room for so many
+			most = uint64(q.cfg.Window + readChunk)
+		}
+		r.adoptPositions(c, first, ends, most)
 	}
 }
 
@@ -192,7 +198,16 @@ func (q *QP) adoptSlot(c *record.Codec, s *sendSlot, state State) bool {
 	if s.failed || state == Err {
 		return true
 	}
-	if st := q.checkWQE(s); st != StatusSuccess {
+	// Attributes may have changed since the request was fetched: max_rd_atomic in SQD, and the port's MTU.
+	most := q.attr.MaxRdAtomic
+	q.attr.MaxRdAtomic = max(most, 1)
+	st := q.checkWQE(s)
+	q.attr.MaxRdAtomic = most
+	if st != StatusSuccess && q.typ.class() == classUD {
+		s.failed, s.w.Status = true, st
+		return true
+	}
+	if st != StatusSuccess {
 		c.Fail("send request %d has operation %d, length %d: status %d", s.w.Seq, s.w.Opcode, s.w.Length, st)
 		return false
 	}
@@ -208,8 +223,8 @@ func (q *QP) adoptSlot(c *record.Codec, s *sendSlot, state State) bool {
 }
 
 // adoptPositions checks the PSNs that were read against the work requests, the first of which begins with PSN first,
-// and goes back to una.
-func (r *requester) adoptPositions(c *record.Codec, first uint64, ends []uint64) {
+// and goes back to una. At most most packets are in flight.
+func (r *requester) adoptPositions(c *record.Codec, first uint64, ends []uint64, most uint64) {
 	if c.Err() != nil {
 		return
 	}
@@ -219,7 +234,7 @@ func (r *requester) adoptPositions(c *record.Codec, first uint64, ends []uint64)
 			limit = s.end - 1
 		}
 	}
-	if r.una < first || r.una > limit || r.sent < r.una || r.sent > r.nextPSN {
+	if r.una < first || r.una > limit || r.sent < r.una || r.sent > r.nextPSN || r.sent-r.una > most {
 		c.Fail("PSNs %#x unacknowledged, %#x sent: the oldest request has %#x to %#x, all end at %#x", r.una, r.sent, first,
 			limit, r.nextPSN)
 		return
@@ -243,7 +258,11 @@ func (r *requester) adoptPositions(c *record.Codec, first uint64, ends []uint64)
 // record describes a work request.
 func (s *sendSlot) record(c *record.Codec, q *QP, addressable func(*AddressVector) bool) {
 	w := &s.w
-	c.Bool(&s.failed)
+	// A request that failed when a part of it had been sent keeps its PSNs: it is tried again, and fails again.
+	failed := s.failed && (s.end == s.first || q.state == Err)
+	if c.Bool(&failed); c.Reading() {
+		s.failed = failed
+	}
 	c.Bool(&s.executed)
 	record.Max(c, &w.Status, StatusGeneral, "status")
 	record.Num(c, &w.ID)

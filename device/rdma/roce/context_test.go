@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
 func anywhere(*AddressVector) bool { return true }
@@ -124,6 +125,101 @@ func TestMoveFlushes(t *testing.T) {
 		if c.c.Status != StatusFlush {
 			t.Errorf("request %d: %v", i, c.c.Status)
 		}
+	}
+}
+
+// A request that fails when a part of it was sent, behind one that is not acknowledged, moves with its PSNs. The next
+// process comes to the same results.
+func TestMoveFailedInPart(t *testing.T) {
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	lost := true
+	a.onTx = func(*wire.RoCE, []byte) bool { return lost }
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 64)}})
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 2048), sge(99, 0, 2048)}})
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 64)}})
+	a.q.Run(f.now, 100)
+	if s := a.q.req.slot(a.q.req.head + 1); !s.failed || s.end == s.first || a.q.req.sent == a.q.req.una {
+		t.Fatalf("the second request: failed %v, PSNs %d", s.failed, s.end-s.first)
+	}
+	f.pause(a, 1e3)
+	if err := a.adopt(a.context()); err != nil {
+		t.Fatal(err)
+	}
+	a.busy, a.run, a.timer = [2]bool{}, false, 0
+	lost = false
+	f.until("three completions", 1e9, func() bool { return len(a.sends) == 3 })
+	for i, want := range []Status{StatusSuccess, StatusLocProt, StatusFlush} {
+		if got := a.sends[i].c.Status; got != want {
+			t.Errorf("request %d: %v, want %v", i, got, want)
+		}
+	}
+}
+
+// A READ that is in flight while max_rd_atomic becomes 0, and a path MTU beyond that of the port.
+func TestMoveChangedAttributes(t *testing.T) {
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	a.onTx = func(*wire.RoCE, []byte) bool { return true }
+	a.post(WQE{Opcode: WRRead, RKey: 2, SGEs: []SGE{sge(1, 0, 64)}})
+	a.q.Run(f.now, 100)
+	a.onTx = nil
+	a.q.attr.MaxRdAtomic = 0 // as MODIFY_QP does in SQD
+	a.q.cfg.MTU = 256
+	f.pause(a, 1e3)
+	if err := a.adopt(a.context()); err != nil {
+		t.Fatal(err)
+	}
+	a.busy, a.run, a.timer = [2]bool{}, false, 0
+	f.until("the READ", 1e9, func() bool { return len(a.sends) == 1 && a.sends[0].c.Status == StatusSuccess })
+}
+
+// The wait that an RNR NAK asked for is lost, so the attempt that comes too early is not charged.
+func TestMoveWhileNotReady(t *testing.T) {
+	f := newFabric(t, 1)
+	o := opts()
+	o.rnr, o.minRNR = 1, 31 // 491 ms
+	a, b := f.pair(o)
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	a.post(WQE{Opcode: WRSend, SGEs: []SGE{sge(1, 0, 64)}})
+	f.until("an RNR NAK", 1e9, func() bool { return a.q.req.rnrUntil != 0 })
+	a.move(1e6)
+	f.until("another one", 1e9, func() bool { return a.q.req.rnrUntil != 0 })
+	b.postRecv(sge(2, 0, 64))
+	f.until("the SEND", 2e9, func() bool { return len(a.sends) == 1 })
+	if st := a.sends[0].c.Status; st != StatusSuccess {
+		t.Error(st)
+	}
+}
+
+// More packets in flight than a window has are refused: each acknowledgement could look at all of them.
+func TestMoveHugeFlight(t *testing.T) {
+	f := newFabric(t, 1)
+	a, b := f.pair(opts())
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	for range 8 {
+		a.post(WQE{Opcode: WRWrite, RKey: 2, Length: maxMessage, SGEs: []SGE{{Key: 1, Length: maxMessage}}})
+	}
+	a.onTx = func(*wire.RoCE, []byte) bool { return true }
+	a.q.Run(f.now, 1)
+	f.pause(a, 1e3)
+	if err := a.adopt(a.context()); err != nil {
+		t.Fatal(err)
+	}
+	r := &a.q.req
+	r.sent = r.una + uint64(a.q.cfg.Window+readChunk)
+	if err := a.adopt(a.context()); err != nil {
+		t.Fatal(err)
+	}
+	a.q.req.sent++
+	if err := a.adopt(a.context()); !errors.Is(err, record.ErrInvalid) {
+		t.Error("accepted:", err)
 	}
 }
 

@@ -32,6 +32,7 @@ type frozen struct {
 	since    int64
 	arrivals uint8 // of requests that were not answered
 	refused  bool  // an RNR NAK was sent
+	moved    bool  // from another process: the wait after an RNR NAK was lost
 }
 
 // Freeze begins a pause. Until Thaw only ReceiveFrozen, Query and Close may be called.
@@ -114,6 +115,9 @@ func (q *QP) Thaw(now int64) {
 	}
 	if q.requesterActive() && q.req.sent > q.req.una {
 		l := &q.recovery
+		if f.moved && q.attr.RNRRetry != rnrForever { // the next attempt may be too early, and is not charged
+			q.req.rnrLeft = min(q.req.rnrLeft+1, q.attr.RNRRetry)
+		}
 		l.retryLeft, l.probes = q.attr.RetryCnt, 0
 		l.timeoutAt, l.responses.expiresAt = 0, 0
 		if q.req.rnrUntil == 0 && q.req.stallUntil == 0 && q.faults.send.cause == waitNone {

@@ -152,7 +152,6 @@ func (se *session) takeOver(h *handed, kept Kept) bool {
 	if h != nil {
 		// A context serves once. If this process dies, the driver has to begin anew.
 		s := se.state()
-		s.Live = se.wasLive
 		se.kept.write(&s)
 	}
 	parts := se.takeParts(h, kept)
@@ -170,6 +169,8 @@ func (se *session) takeOver(h *handed, kept Kept) bool {
 	if err != nil {
 		se.log.Error("state of the previous vnicd refused: the driver has to begin anew", "reason", err)
 		se.stopAll()
+		se.oldLive = se.wasLive // starting may have ended it, but the front end's rings still run
+		se.saveState()
 		for i := range se.rings {
 			se.rings[i].reset()
 		}

@@ -116,6 +116,11 @@ type keptRegion struct {
 	Size     uint64 `json:"size"`
 	UserAddr uint64 `json:"user"`
 	Offset   uint64 `json:"offset"`
+	File     string `json:"file,omitempty"` // fileID.String; "": written by an older vnicd
+}
+
+func (r *keptRegion) region() Region {
+	return Region{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, Offset: r.Offset}
 }
 
 // keptSize bounds the JSON, MaxMemSlots regions of at most 128 bytes, and the mark behind it.
@@ -124,7 +129,13 @@ const keptSize = 32 << 10
 func (k *keeping) connection() string { return k.name }
 func (k *keeping) channel() string    { return k.name + "/channel" }
 func (k *keeping) agreed() string     { return k.name + "/state" }
-func (k *keeping) memory(r Region) string {
+
+// memory names the descriptor of a file. It is not one of a region: a VM's regions are usually parts of one file, and
+// systemd stores an open file only once, whatever the names.
+func (k *keeping) memory(id fileID) string { return k.name + "/memory/" + id.String() }
+
+// oldMemory is the name that older vnicds gave the file of a region.
+func (k *keeping) oldMemory(r Region) string {
 	return k.name + "/memory/" + strconv.FormatUint(r.GuestPA, 16)
 }
 
@@ -199,7 +210,7 @@ func (k *keeping) end(regions []mapped) {
 	k.forget(k.agreed())
 	k.forget(k.channel())
 	for _, r := range regions {
-		k.forget(k.memory(r.Region))
+		k.forget(k.memory(r.file)) // several times, if several regions are in it
 	}
 	if k.state >= 0 {
 		_ = unix.Close(k.state)
@@ -227,16 +238,20 @@ func (se *session) saveState() {
 }
 
 func (se *session) state() keptState {
-	s := keptState{Protocol: se.proto, Live: se.backend.isLive(), Regions: make([]keptRegion, len(se.regions))}
+	s := keptState{Protocol: se.proto, Live: se.backend.isLive() || se.oldLive,
+		Regions: make([]keptRegion, len(se.regions))}
 	for i, r := range se.regions {
-		s.Regions[i] = keptRegion(r.Region)
+		s.Regions[i] = keptRegion{r.GuestPA, r.Size, r.UserAddr, r.Offset, r.file.String()}
 	}
 	return s
 }
 
 // adoptCounted is adopt, and counts the result.
 func (se *session) adoptCounted(kept Kept) error {
-	defer func() { se.srv.cfg.Continuity.end(se.backend.isLive() && se.silence > 0, se.silence) }() // also after a panic
+	defer func() { // also after a panic
+		se.counted = true
+		se.srv.cfg.Continuity.end(se.backend.isLive() && se.silence > 0, se.silence)
+	}()
 	return se.adopt(kept)
 }
 
@@ -259,11 +274,21 @@ func (se *session) adopt(kept Kept) error {
 	if len(s.Regions) > MaxMemSlots {
 		return fmt.Errorf("%d memory regions, want at most %d", len(s.Regions), MaxMemSlots)
 	}
-	for _, r := range s.Regions {
-		if err := Region(r).check(); err != nil {
+	files := kept.of(se.kept.name + "/memory")
+	defer func() { // the keeper has those of regions, and needs no others
+		for name, fd := range files {
+			_ = unix.Close(fd)
+			if !slices.ContainsFunc(se.regions, func(r mapped) bool { return se.kept.memory(r.file) == name }) {
+				se.kept.forget(name)
+			}
+		}
+	}()
+	for i := range s.Regions {
+		r := &s.Regions[i]
+		if err := r.region().check(); err != nil {
 			return err
 		}
-		if err := se.adoptRegion(Region(r), kept); err != nil {
+		if err := se.adoptRegion(r, files); err != nil {
 			return fmt.Errorf("memory at PA %#x: %w", r.GuestPA, err)
 		}
 	}
@@ -272,7 +297,7 @@ func (se *session) adopt(kept Kept) error {
 			return err
 		}
 	}
-	se.wasLive = s.Live
+	se.wasLive, se.oldLive = s.Live, s.Live
 	continued := se.takeOver(s.Handed, kept)
 	if !continued {
 		se.backend.configChanged(se.log) // waits for announce, or until rings start
@@ -282,20 +307,34 @@ func (se *session) adopt(kept Kept) error {
 	return nil
 }
 
-func (se *session) adoptRegion(r Region, kept Kept) error {
-	fd, ok := kept.take(se.kept.memory(r))
+// adoptRegion maps a region in one of the kept files.
+func (se *session) adoptRegion(k *keptRegion, files Kept) error {
+	r, name := k.region(), se.kept.name+"/memory/"+k.File
+	if k.File == "" {
+		name = se.kept.oldMemory(r)
+	}
+	fd, ok := files[name]
 	if !ok {
 		return errors.New("its file was not kept")
 	}
-	defer unix.Close(fd)
 	id, err := se.fileOf(fd)
-	if err == nil {
-		err = se.mapRegion(mapped{r, id}, fd)
-	}
 	if err != nil {
-		se.kept.forget(se.kept.memory(r)) // teardown forgets the regions that are mapped
+		return err
 	}
-	return err
+	if k.File == "" && !se.knows(id) {
+		se.kept.forget(name) // first: the second name of an open file is not stored
+		se.kept.keep(se.kept.memory(id), fd)
+	}
+	return se.mapRegion(mapped{r, id}, fd)
+}
+
+// endLive records that the front end stops its rings: from then on it must not get a notice, of the next process either.
+func (se *session) endLive() {
+	se.wasLive = false
+	if se.oldLive {
+		se.oldLive = false
+		se.saveState()
+	}
 }
 
 // announce tells the previous process's driver that the device has lost its state. Pending requests are handled first,

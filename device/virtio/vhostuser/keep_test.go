@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
@@ -37,6 +39,21 @@ func processOf(t *testing.T, s *testutil.Keeper, kept vhostuser.Kept, cfg vhostu
 
 var regions = []frontend.Range{{PA: 0x100000, Size: 1 << 20}, {PA: 1 << 32, Size: 1 << 20}}
 
+// memoryOf returns the name of the only memory file that is kept.
+func memoryOf(t *testing.T, s *testutil.Keeper) string {
+	t.Helper()
+	var found []string
+	for _, n := range s.Names() {
+		if strings.HasPrefix(n, "hca/one/memory/") {
+			found = append(found, n)
+		}
+	}
+	if len(found) != 1 {
+		t.Fatalf("memory files that are kept: %q", found)
+	}
+	return found[0]
+}
+
 // A connection outlives the process that served it: the next one has the memory, tells the driver, and serves its rings
 // once they are described again. This is done twice.
 func TestConnectionOutlivesProcess(t *testing.T) {
@@ -45,7 +62,8 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	m := memory(t, regions...)
 	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
 	roundTrip(t, d, m, 1, "before")
-	want := []string{"hca/one", "hca/one/channel", "hca/one/memory/100000", "hca/one/memory/100000000", "hca/one/state"}
+	// Both regions are in one file, which is stored once, as systemd does in any case.
+	want := []string{"hca/one", "hca/one/channel", memoryOf(t, s), "hca/one/state"}
 	if got := s.Names(); !slices.Equal(got, want) {
 		t.Fatalf("kept: %q", got)
 	}
@@ -135,7 +153,7 @@ func TestMemoryChangesArePaced(t *testing.T) {
 // A driver whose rings are stopped, as those of a paused VM, must not be notified (QEMU would abort). It is told when
 // they start. Requests sent while no process ran are handled before the notice.
 func TestRingsStopped(t *testing.T) {
-	for _, when := range []string{"before", "meanwhile"} {
+	for _, when := range []string{"before", "meanwhile", "at the next"} {
 		t.Run(when, func(t *testing.T) {
 			s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
 			_, die := process(t, s, nil, path)
@@ -150,10 +168,17 @@ func TestRingsStopped(t *testing.T) {
 				}
 				stopped <- err
 			}
-			if when == "before" {
+			switch when {
+			case "before":
 				stop()
 				die()
-			} else {
+			case "at the next":
+				die()
+				_, die = process(t, s, s.Pass(), path)
+				<-d.ConfigChanged() // the rings run, so it is told
+				stop()
+				die()
+			default:
 				die()
 				go stop()
 				time.Sleep(20 * time.Millisecond) // so that the requests are there first; otherwise the test shows less
@@ -188,16 +213,78 @@ func TestRingsStopped(t *testing.T) {
 	}
 }
 
+// A file stays while a region is in it, whichever came first, and is forgotten with the last one.
+func TestFileOfRegions(t *testing.T) {
+	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
+	process(t, s, nil, path)
+	m := memory(t, regions...)
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
+	name := memoryOf(t, s)
+	for i, r := range m.Regions() {
+		if err := d.Client().RemMemReg(r); err != nil {
+			t.Fatal(err)
+		}
+		testutil.Eventually(t, "the file is kept while it is needed", func() bool {
+			return slices.Contains(s.Names(), name) == (i+1 < len(regions))
+		})
+	}
+}
+
+// A state that was written before files had names of their own is continued.
+func TestOldMemoryNames(t *testing.T) {
+	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
+	_, die := process(t, s, nil, path)
+	m := memory(t, regions[0])
+	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
+	die()
+	name := memoryOf(t, s)
+	fd, err := unix.Dup(s.FD(name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	state := s.FD("hca/one/state")
+	b := make([]byte, 4096)
+	n, err := unix.Pread(state, b, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	old := strings.Replace(string(b[:n]), `,"file":"`+strings.TrimPrefix(name, "hca/one/memory/")+`"`, "", 1)
+	if old == string(b[:n]) {
+		t.Fatalf("no file in the state: %s", b[:n])
+	}
+	if _, err := unix.Pwrite(state, []byte(old), 0); err != nil {
+		t.Fatal(err)
+	}
+	s.Drop(name)
+	if err := s.Keep("hca/one/memory/100000", fd); err != nil {
+		t.Fatal(err)
+	}
+	_ = unix.Close(fd)
+	process(t, s, s.Pass(), path)
+	select {
+	case <-d.ConfigChanged():
+	case <-testContext(t).Done():
+		t.Fatal("the driver was not told")
+	}
+	if now := memoryOf(t, s); now != name {
+		t.Errorf("the file is kept as %s, want %s", now, name)
+	}
+}
+
 // A connection with missing parts cannot be continued: it ends, and nothing of it is kept.
 func TestKeptInParts(t *testing.T) {
-	for _, missing := range []string{"hca/one", "hca/one/state", "hca/one/memory/100000"} {
+	for _, missing := range []string{"hca/one", "hca/one/state", "hca/one/memory"} {
 		t.Run(strings.ReplaceAll(missing, "/", "-"), func(t *testing.T) {
 			s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
 			_, die := process(t, s, nil, path)
 			m := memory(t, regions...)
 			d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
 			die()
-			s.Drop(missing)
+			if missing == "hca/one/memory" {
+				s.Drop(memoryOf(t, s))
+			} else {
+				s.Drop(missing)
+			}
 			process(t, s, s.Pass(), path)
 			select {
 			case <-d.Gone():

@@ -137,10 +137,13 @@ func (se *session) remMemReg(m *Message) error {
 
 // admit maps a region, and keeps it for the next process. The caller still owns fd.
 func (se *session) admit(r mapped, fd int) error {
+	known := se.knows(r.file)
 	if err := se.mapRegion(r, fd); err != nil {
 		return err
 	}
-	se.kept.keep(se.kept.memory(r.Region), fd)
+	if !known {
+		se.kept.keep(se.kept.memory(r.file), fd)
+	}
 	se.saveState()
 	return nil
 }
@@ -220,6 +223,8 @@ func (se *session) withdraw(r mapped) error {
 	}
 	se.regions = slices.DeleteFunc(se.regions, func(o mapped) bool { return o == r })
 	se.saveState()
-	se.kept.forget(se.kept.memory(r.Region))
+	if !se.knows(r.file) {
+		se.kept.forget(se.kept.memory(r.file))
+	}
 	return nil
 }

@@ -99,7 +99,7 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		// The upper half of a packed ring's base is the used place, which equals the available one: see virtq.Config.
 		r.base = uint16(s.Num)
 	case ReqGetVringBase:
-		se.wasLive = false
+		se.endLive()
 		se.stop(i)
 		r.dropKick()
 		base := uint32(r.base)
@@ -269,6 +269,7 @@ func (se *session) start(i int) error {
 
 // setLive records that rings run, or that one is about to stop.
 func (se *session) setLive(live bool) {
+	se.oldLive = se.oldLive && !live // from now on the rings here count
 	if se.backend.isLive() == live {
 		return
 	}

@@ -187,6 +187,8 @@ func (s *Server) Close() error {
 // fileID identifies a file.
 type fileID struct{ dev, ino uint64 }
 
+func (f fileID) String() string { return fmt.Sprintf("%x-%x", f.dev, f.ino) }
+
 // accept serves one connection after the other.
 func (s *Server) accept() {
 	defer s.wg.Done()
@@ -203,7 +205,9 @@ func (s *Server) accept() {
 			}
 			continue
 		}
-		if !s.admits(c) {
+		// What a process stores that is ending would stand beside what it leaves of this front end's predecessor.
+		ending := s.cfg.Keeper != nil && s.cfg.Keeper.Ending()
+		if ending || !s.admits(c) {
 			_ = c.Close()
 			continue
 		}
@@ -239,7 +243,12 @@ func (s *Server) pause(d time.Duration) bool {
 func (s *Server) serve(t *Transport, kept Kept) {
 	defer s.wg.Done()
 	defer kept.drop(s.cfg.Keeper)
+	var se *session
+	resumes := kept != nil // it is emptied
 	defer func() {
+		if resumes && (se == nil || !se.counted) {
+			s.cfg.Continuity.end(false, 0)
+		}
 		s.mu.Lock()
 		s.conn = nil
 		s.mu.Unlock()
@@ -262,7 +271,7 @@ func (s *Server) serve(t *Transport, kept Kept) {
 			return
 		}
 	}
-	se := newSession(s, t)
+	se = newSession(s, t)
 	se.trial = resumed
 	err := se.run(kept)
 	if resumed != nil {

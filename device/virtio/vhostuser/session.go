@@ -42,6 +42,8 @@ type session struct {
 	kept    keeping
 	trial   *trial        // nil: the connection is not resumed
 	silence time.Duration // for which the device stood still before it went on here; 0: it has not gone on
+	counted bool          // by Continuity
+	oldLive bool          // the front end's rings run since the previous process, and have not run here yet
 	wasLive bool          // the running driver does not know yet that the process was replaced
 	leaving bool          // the state for the next process is complete
 }
@@ -389,7 +391,7 @@ func (se *session) setStatus(v uint64) error {
 // reset returns the device and its rings to the initial state. Memory, call and error descriptors are kept: QEMU passes
 // them once per connection.
 func (se *session) reset() {
-	se.wasLive = false
+	se.endLive()
 	se.stopAll()
 	for i := range se.rings {
 		se.rings[i].reset()

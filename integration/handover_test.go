@@ -20,11 +20,13 @@ var handovers = flag.Int("handovers", 6, "how often TestHandover restarts vnicd;
 // paused meanwhile.
 func TestHandover(t *testing.T) {
 	l, ctx := newLab(t)
+	va := vmA
+	va.MemoryMiB = 3072 // more than q35 has below 4 GiB, so it has several regions, in one file
 	w := makeTwoHosts(ctx, t, l, func(w *twoHosts) {
 		w.a.Manager = must[*harness.ServiceManager](t)(harness.NewServiceManager(w.a.Dir))
 		l.Add(func() { check(t, w.a.Manager.Close()) })
 		w.b.Keep = true
-	}, vmA, vmB)
+	}, va, vmB)
 	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
 	a, b := w.load(ctx, t)
 	programs := map[string]*qemu.Process{}

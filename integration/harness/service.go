@@ -101,6 +101,10 @@ func (m *ServiceManager) handle(state string, oob []byte) {
 			_ = f.Close()
 			continue
 		}
+		if slices.ContainsFunc(m.files, func(o *os.File) bool { return sameFile(f, o) }) {
+			_ = f.Close() // as systemd does: an open file is stored once, whatever its name
+			continue
+		}
 		m.names, m.files = append(m.names, name), append(m.files, f)
 	}
 	if slices.Contains(words, "FDSTOREREMOVE=1") {
@@ -111,4 +115,11 @@ func (m *ServiceManager) handle(state string, oob []byte) {
 			}
 		}
 	}
+}
+
+// sameFile reports whether two descriptors are of the same open file (kcmp(2)).
+func sameFile(a, b *os.File) bool {
+	pid := uintptr(unix.Getpid())
+	order, _, errno := unix.Syscall6(unix.SYS_KCMP, pid, pid, 0, a.Fd(), b.Fd(), 0) // 0: KCMP_FILE
+	return errno == 0 && order == 0
 }

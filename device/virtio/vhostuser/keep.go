@@ -328,7 +328,7 @@ func (se *session) adoptRegion(k *keptRegion, files Kept) error {
 	return se.mapRegion(mapped{r, id}, fd)
 }
 
-// endLive records that the front end stops its rings: from then on it must not get a notice, of the next process either.
+// endLive records that the front end stops its rings: from then on it must not get a notice, nor from the next process.
 func (se *session) endLive() {
 	se.wasLive = false
 	if se.oldLive {

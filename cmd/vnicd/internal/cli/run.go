@@ -58,9 +58,12 @@ program that is installed then; if that does not come up, the previous one runs 
 				Name: "vnicd", Level: hclog.LevelFromString(level), Output: a.err, JSONFormat: jsonLog,
 			})
 			// Before the sockets exist, so that an early signal cannot kill the process while it creates them.
-			signals := make(chan os.Signal, 1)
-			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-			defer signal.Stop(signals)
+			// In two channels: a full one would lose the order to end.
+			ending, reloads := make(chan os.Signal, 1), make(chan os.Signal, 1)
+			signal.Notify(ending, syscall.SIGINT, syscall.SIGTERM)
+			defer signal.Stop(ending)
+			signal.Notify(reloads, syscall.SIGHUP)
+			defer signal.Stop(reloads)
 
 			options := []daemon.Option{daemon.Confined}
 			var processes *worker.Spawner
@@ -86,9 +89,13 @@ program that is installed then; if that does not come up, the previous one runs 
 			ctx, cancel := context.WithCancel(context.Background())
 			watched := make(chan struct{})
 			go func() { defer close(watched); systemd.Watch(ctx, d.Healthy) }()
-			sig := <-signals
-			for ; sig == syscall.SIGHUP; sig = <-signals {
-				reload(d, log)
+			var sig os.Signal
+			for sig == nil {
+				select {
+				case sig = <-ending:
+				case <-reloads:
+					reload(d, log)
+				}
 			}
 			log.Info("stopping", "signal", sig.String())
 			notify(systemd.Stopping, log)

@@ -39,17 +39,19 @@ with the new program, and does nothing if that has a mistake.
 If the new program does not come up, the previous one runs again. Under systemd the
 command restarts the unit, and goes back by a drop-in in /run/systemd, which the next
 upgrade removes. A daemon that was started with "vnicd run --keep" is replaced by its
-keeper. The command needs the rights to do so: root, or, with a keeper, its user.`,
+keeper. The command needs the rights to do so: root, or, with a keeper, its user. If the
+configuration has another control socket now, name that of the running daemon by --control.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(c *cobra.Command, _ []string) error {
-			if _, err := a.load(); err != nil {
+			cfg, err := a.load()
+			if err != nil {
 				return err
 			}
 			client, err := a.client(c)
 			if err != nil {
 				return err
 			}
-			up := &upgrade{client: client, unit: unit, limit: 2 * time.Minute}
+			up := &upgrade{client: client, next: daemon.NewClient(cfg.Control, cfg.Status), unit: unit, limit: 2 * time.Minute}
 			r, err := up.run(c.Context())
 			if err != nil {
 				return err
@@ -71,16 +73,17 @@ keeper. The command needs the rights to do so: root, or, with a keeper, its user
 
 // upgrade replaces one daemon.
 type upgrade struct {
-	client *daemon.Client
+	client *daemon.Client // of the daemon that runs
+	next   *daemon.Client // of the new one, at the paths of the present configuration
 	unit   string
 	limit  time.Duration // for the new daemon's first answer
 }
 
-func (u *upgrade) status(ctx context.Context) (*daemon.Status, error) {
+func (u *upgrade) status(ctx context.Context, client *daemon.Client) (*daemon.Status, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
 	s := &daemon.Status{}
-	if err := u.client.Do(ctx, http.MethodGet, "/v1/status", nil, s); err != nil {
+	if err := client.Do(ctx, http.MethodGet, "/v1/status", nil, s); err != nil {
 		return nil, err
 	}
 	return s, nil
@@ -90,7 +93,7 @@ func (u *upgrade) run(ctx context.Context) (*upgraded, error) {
 	if ctx == nil {
 		ctx = context.Background()
 	}
-	was, err := u.status(ctx)
+	was, err := u.status(ctx, u.client)
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +115,10 @@ func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *d
 				return nil, 0, err
 			}
 		}
-		if now, err = u.status(ctx); err != nil {
+		if now, err = u.status(ctx, u.client); err != nil && over {
+			now, err = u.status(ctx, u.next)
+		}
+		if err != nil {
 			continue
 		}
 		silence, last = max(silence, time.Since(last)), time.Now()
@@ -122,6 +128,9 @@ func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *d
 	}
 	if over && err == nil {
 		return nil, 0, fmt.Errorf("the new daemon has not resumed all VMs within %v", u.limit)
+	}
+	if err == nil {
+		return nil, 0, fmt.Errorf("the daemon was not replaced within %v", u.limit)
 	}
 	return nil, 0, fmt.Errorf("no new daemon has answered within %v: %w", u.limit, err)
 }
@@ -155,7 +164,8 @@ func (u *upgrade) byKeeper(ctx context.Context, was *daemon.Status) (*upgraded, 
 const previousDir = "/var/lib/vnicd/previous"
 
 func (u *upgrade) dropIn() string {
-	return filepath.Join("/run/systemd/system", u.unit+".d", "90-previous.conf")
+	// Drop-ins of all directories are sorted by name: after override.conf of `systemctl edit`.
+	return filepath.Join("/run/systemd/system", u.unit+".d", "zzz-vnicd-previous.conf")
 }
 
 func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded, error) {
@@ -234,6 +244,11 @@ func (u *upgrade) save(pid int) (command string, err error) {
 	}
 	if err := os.WriteFile(path+".new", b, 0o755); err != nil {
 		return fail(err)
+	}
+	for _, name := range []string{filepath.Dir(previousDir), previousDir, path + ".new"} {
+		if err := os.Chmod(name, 0o755); err != nil { // whatever the umask: the unit's user runs it
+			return fail(err)
+		}
 	}
 	if err := os.Rename(path+".new", path); err != nil {
 		return fail(err)

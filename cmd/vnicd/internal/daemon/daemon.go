@@ -132,7 +132,10 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 			return nil, err
 		}
 	}
-	if left := d.kept.Drop(&d.store); len(left) > 0 {
+	d.mu.Lock() // clients add VMs already, which take theirs
+	left := d.kept.Drop(&d.store)
+	d.mu.Unlock()
+	if len(left) > 0 {
 		log.Warn("VMs of the previous vnicd are not in the configuration: their HCAs stay dead", "sockets", left)
 	}
 	return d, nil

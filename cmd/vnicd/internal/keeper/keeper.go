@@ -47,6 +47,8 @@ type keeper struct {
 	store   *store
 	ending  chan os.Signal // SIGTERM, SIGINT
 	signals chan os.Signal // SIGHUP, Upgrade
+	reload  bool           // SIGHUP has arrived during a start
+	upgrade bool           // Upgrade has
 	current program        // what runs, and what a failed upgrade goes back to
 	crashes []time.Time
 	said    Status
@@ -92,6 +94,7 @@ func Run(c Config) (status int, err error) {
 	for err == nil {
 		switch k.wait(d, nil) {
 		case stopAsked:
+			k.forward(systemd.Stopping)
 			k.end(d)
 			return d.status(), nil
 		case upgradeAsked:
@@ -146,9 +149,18 @@ const (
 	upgradeAsked
 )
 
-// wait returns when something has to be done. It passes SIGHUP on to a daemon that has started.
+// wait returns when something has to be done. It passes SIGHUP on to a daemon that has started. What is asked for
+// during a start is done after it: the daemon may have read its configuration already, and may be an older program.
 func (k *keeper) wait(d *daemon, limit <-chan time.Time) event {
 	starting := limit != nil
+	if !starting && k.reload {
+		k.reload = false
+		_ = d.Process.Signal(syscall.SIGHUP)
+	}
+	if !starting && k.upgrade {
+		k.upgrade = false
+		return upgradeAsked
+	}
 	for {
 		select {
 		case d.err = <-d.ended:
@@ -163,7 +175,8 @@ func (k *keeper) wait(d *daemon, limit <-chan time.Time) event {
 			return stopAsked
 		case s := <-k.signals:
 			switch {
-			case starting: // it reads the present configuration, and is as new as the program
+			case starting:
+				k.reload, k.upgrade = k.reload || s == syscall.SIGHUP, k.upgrade || s == Upgrade
 			case s == Upgrade:
 				return upgradeAsked
 			default:
@@ -207,6 +220,7 @@ func (k *keeper) start(p program) (*daemon, error) {
 	case started:
 		return d, nil
 	case stopAsked:
+		k.forward(systemd.Stopping)
 		k.end(d)
 		return d, errEnded
 	case late:
@@ -243,12 +257,43 @@ func (k *keeper) again() (*daemon, error) {
 		if !k.pause() {
 			return nil, errEnded
 		}
+		k.renew()
 		d, err := k.start(k.current)
 		if err == nil || errors.Is(err, errEnded) {
 			return d, err
 		}
 		k.Log.Error("the daemon could not be started again", "reason", err)
 	}
+}
+
+// renew takes the program that is installed now, if an upgrade was asked for while no daemon served.
+func (k *keeper) renew() {
+	for len(k.signals) > 0 {
+		k.upgrade = <-k.signals == Upgrade || k.upgrade // each start reads the configuration
+	}
+	if !k.upgrade {
+		return
+	}
+	k.upgrade = false
+	next, err := k.next()
+	if err == nil {
+		k.current.close()
+		k.current = next
+	}
+	k.tried(err)
+}
+
+// next opens the program that is installed now, if that can take over.
+func (k *keeper) next() (program, error) {
+	p, err := open(k.Program)
+	if err != nil {
+		return p, err
+	}
+	if err := k.check(p); err != nil {
+		p.close()
+		return p, err
+	}
+	return p, nil
 }
 
 // pause waits before a restart, if there were many lately. False: told to end.
@@ -273,12 +318,7 @@ func (k *keeper) pause() bool {
 // replace replaces d by the program that is installed now, if that can take over; if it does not come up, by the one
 // that ran.
 func (k *keeper) replace(d *daemon) (*daemon, error) {
-	next, err := open(k.Program)
-	if err == nil {
-		if err = k.check(next); err != nil {
-			next.close()
-		}
-	}
+	next, err := k.next()
 	if err != nil {
 		k.Log.Error("no upgrade: the daemon runs on", "reason", err)
 		k.tried(err)
@@ -328,7 +368,9 @@ func (k *keeper) tried(err error) {
 func (k *keeper) check(p program) error {
 	ctx, cancel := context.WithTimeout(context.Background(), checkTime)
 	defer cancel()
-	if out, err := p.run(ctx, nil, k.Check...).CombinedOutput(); err != nil {
+	c := p.run(ctx, nil, k.Check...)
+	c.WaitDelay = time.Second // for what it leaves behind with its output
+	if out, err := c.CombinedOutput(); err != nil {
 		return fmt.Errorf("%s %s: %w: %.500s", k.Program, strings.Join(k.Check, " "), err, out)
 	}
 	return nil

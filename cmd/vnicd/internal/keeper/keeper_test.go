@@ -2,10 +2,12 @@ package keeper
 
 import (
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -83,6 +85,10 @@ func serve(dir string) int {
 	switch is {
 	case "fails":
 		return 3
+	case "fails-later":
+		if len(kept) > 0 {
+			return 3
+		}
 	case "hangs":
 		select {}
 	}
@@ -109,6 +115,7 @@ func serve(dir string) int {
 	if err := systemd.Notify(systemd.Ready); err != nil {
 		panic(err)
 	}
+	defer func() { _ = systemd.Notify(systemd.Stopping) }()
 	for sig := range signals {
 		fmt.Fprintln(j, "signal", sig)
 		if sig == syscall.SIGTERM && is != "stuck" {
@@ -356,6 +363,74 @@ func TestEnds(t *testing.T) {
 	r.serves()
 	if status := r.ends(); status != 1 {
 		t.Errorf("status %d", status)
+	}
+}
+
+// A daemon that cannot be started again is replaced by the program that is installed meanwhile, when that is asked for.
+func TestUpgradeOfNone(t *testing.T) {
+	r := newRig(t, "fails-later")
+	l := r.run(1)
+	r.serves()
+	_ = syscall.Kill(pid(l), syscall.SIGKILL)
+	r.run(3)
+	r.install("good")
+	_ = r.cmd.Process.Signal(Upgrade)
+	testutil.Eventually(t, "the new program runs", func() bool {
+		runs := r.runs()
+		return strings.HasPrefix(runs[len(runs)-1], "good")
+	})
+	r.serves()
+	if now, err := r.status(); err != nil || now.Upgrades != 1 || now.Failed != 0 {
+		t.Errorf("%+v, %v", now, err)
+	}
+	r.ends()
+}
+
+// A service manager in front of the keeper sees one service: it begins when a daemon serves, and ends with the keeper.
+func TestManaged(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "notify")
+	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	t.Setenv("NOTIFY_SOCKET", path)
+	r := newRig(t, "good")
+	r.run(1)
+	r.serves()
+	r.install("better")
+	_ = r.cmd.Process.Signal(Upgrade)
+	r.run(2)
+	r.serves()
+	r.ends()
+	var got []string
+	_ = c.SetReadDeadline(time.Now().Add(100 * time.Millisecond))
+	for b := make([]byte, 100); ; {
+		n, err := c.Read(b)
+		if err != nil {
+			break
+		}
+		got = append(got, string(b[:n]))
+	}
+	if want := []string{"READY=1", "READY=1", "STOPPING=1"}; !slices.Equal(got, want) {
+		t.Errorf("the service manager got %q, want %q", got, want)
+	}
+}
+
+// A daemon cannot have somebody signal a process that is not of the owner of the file that it names.
+func TestForeignStatus(t *testing.T) {
+	s := Status{PID: os.Getpid(), File: statusFile(t.TempDir())}
+	if err := s.write(); err != nil {
+		t.Fatal(err)
+	}
+	if now, err := s.Now(); err != nil || now.PID != s.PID {
+		t.Fatal(now, err)
+	}
+	if err := os.Chown(s.File, 65534, 65534); err != nil {
+		t.Skip("only root can give a file away:", err)
+	}
+	if _, err := s.Now(); err == nil {
+		t.Error("a file of another user is believed")
 	}
 }
 

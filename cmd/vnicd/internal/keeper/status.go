@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"syscall"
 )
 
 // Status is what a keeper tells: to each daemon as it was at that daemon's start, and in its file as it is now.
@@ -36,8 +38,20 @@ func (s *Status) write() error {
 	return os.Rename(s.File+".new", s.File)
 }
 
-// Now returns the present status of the keeper.
+// Now returns the present status of the keeper. It has been told by the daemon, which may be taken over: what it names
+// as its keeper's file must belong to the owner of the process.
 func (s *Status) Now() (*Status, error) {
+	var owners [2]uint32
+	for i, name := range []string{s.File, "/proc/" + strconv.Itoa(s.PID)} {
+		fi, err := os.Stat(name)
+		if err != nil {
+			return nil, err
+		}
+		owners[i] = fi.Sys().(*syscall.Stat_t).Uid
+	}
+	if owners[0] != owners[1] {
+		return nil, fmt.Errorf("%s belongs to user %d, process %d to user %d", s.File, owners[0], s.PID, owners[1])
+	}
 	b, err := os.ReadFile(s.File)
 	if err != nil {
 		return nil, err

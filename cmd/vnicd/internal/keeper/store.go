@@ -213,6 +213,8 @@ func (s *store) handle(from int, words []string, fds []int) {
 		return
 	case is("BARRIER=1"): // closing the descriptor is the answer (sd_notify_barrier(3))
 		return
+	case is("STOPPING=1"): // of this daemon; the keeper says so of itself
+		return
 	case is("READY=1"):
 		select {
 		case <-s.ready:
@@ -241,6 +243,7 @@ func (s *store) keep(name string, fds []int) {
 		_ = unix.Close(fd)
 		return
 	}
+	s.removeLocked(name) // a daemon that is ending forgets nothing: the newest counts
 	s.kept = append(s.kept, systemd.Descriptor{Name: name, FD: fd})
 }
 
@@ -248,6 +251,10 @@ func (s *store) keep(name string, fds []int) {
 func (s *store) remove(name string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.removeLocked(name)
+}
+
+func (s *store) removeLocked(name string) {
 	s.kept = slices.DeleteFunc(s.kept, func(d systemd.Descriptor) bool {
 		if d.Name == name {
 			_ = unix.Close(d.FD)

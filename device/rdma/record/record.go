@@ -27,11 +27,18 @@ type Codec struct {
 	b       []byte // written so far, or to be read
 	reading bool
 	version uint32
+	as      uint32 // the version to write; 0: the newest
 	err     error
 }
 
 // Writer returns a Codec that writes.
 func Writer() *Codec { return &Codec{} }
+
+// AppendTo makes c a writer that appends to b, and returns it.
+func (c *Codec) AppendTo(b []byte) *Codec {
+	*c = Codec{b: b}
+	return c
+}
 
 // Reader returns a Codec that reads b, which must not change.
 func Reader(b []byte) *Codec { return &Codec{b: b, reading: true} }
@@ -68,6 +75,9 @@ func (c *Codec) Version(magic string, newest uint32) {
 		c.Fail("begins with %q, want %q", m, magic)
 	}
 	v := newest
+	if c.as != 0 {
+		v = c.as
+	}
 	Num(c, &v)
 	if v == 0 || v > newest {
 		c.Fail("%s of version %d, this vnicd knows 1 to %d", magic, v, newest)
@@ -78,6 +88,12 @@ func (c *Codec) Version(magic string, newest uint32) {
 // Of sets the version of a record within one that has a version, before anything is written or read. It returns c.
 func (c *Codec) Of(outer uint32) *Codec {
 	c.version = outer
+	return c
+}
+
+// As makes a writer write an older version: the records that an older vnicd would have written.
+func (c *Codec) As(version uint32) *Codec {
+	c.as = version
 	return c
 }
 

@@ -51,6 +51,16 @@ func (vm *VM) State(handle uint32) (KeyState, error) {
 	return s, nil
 }
 
+// DynamicState is State for the Dynamic with a key's index; false if there is none. It takes no lock that commands hold
+// for long.
+func (vm *VM) DynamicState(key Key) (KeyState, bool) {
+	d := vm.dynamic(key)
+	if d == nil {
+		return KeyState{}, false
+	}
+	return d.keyState(), true
+}
+
 // spec returns the region's access and geometry.
 func (r *Region) spec() RegionSpec {
 	return RegionSpec{

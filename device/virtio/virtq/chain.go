@@ -26,6 +26,7 @@ type Chain struct {
 	readLen  uint64
 	writeLen uint64
 	cut      bool // not all descriptors that the device needs were read
+	again    bool // from Retake: its place is not known
 }
 
 // Cut reports that the chain has fewer bytes than PopPart was to find, in as many descriptors as it was to read.
@@ -140,12 +141,12 @@ func (c *Chain) reset(space *translate.Space) {
 	c.reads = 0
 	c.first = space.Window(0, 0)
 	c.readLen, c.writeLen = 0, 0
-	c.head, c.at, c.entries, c.cut = 0, 0, 0, false
+	c.head, c.at, c.entries, c.cut, c.again = 0, 0, 0, false, false
 }
 
 // take fills the chain from t, which is plain.
 func (c *Chain) take(space *translate.Space, t *taken) {
-	c.space, c.head, c.entries, c.first, c.cut = space, t.head, 1, t.buf, false
+	c.space, c.head, c.entries, c.first, c.cut, c.again = space, t.head, 1, t.buf, false, false
 	c.segs = append(c.segs[:0], Seg{PA: t.desc.addr, Len: t.desc.len})
 	if n := uint64(t.desc.len); t.desc.flags&descWrite == 0 {
 		c.reads, c.readLen, c.writeLen = 1, n, 0

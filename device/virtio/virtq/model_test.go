@@ -338,6 +338,37 @@ func (m *model) crash(t *testing.T) {
 	m.fresh, m.first = 0, !changed
 }
 
+// kill replaces the queue by a new one, for a device that has its own table of the chains in flight.
+func (m *model) kill(t *testing.T) {
+	popped := m.q.Popped()
+	m.q = m.g.queue(m.config)
+	changed, err := m.q.Resume()
+	if err == nil {
+		err = m.q.Reopen(popped)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.call.take(t)
+	m.taken, m.staged = append(m.staged, m.taken...), nil
+	for _, i := range m.r.Perm(len(m.taken)) {
+		o := m.taken[i]
+		o.chain, o.seq = &Chain{}, -1<<30 // it cannot be given back
+		if err := m.q.Retake(o.chain, o.head); err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, len(o.out)+1)
+		if n, miss := o.chain.ReadAll(got); !miss.OK() || !bytes.Equal(got[:n], o.out) || o.chain.Head() != o.head ||
+			o.chain.WritableLen() != uint64(o.inLen) {
+			t.Fatal("another chain was taken", miss)
+		}
+	}
+	if err := m.q.Retake(&Chain{}, 0); err == nil {
+		t.Fatal("more chains taken than were in flight")
+	}
+	m.fresh, m.first = 0, !changed
+}
+
 // tear publishes the staged chains, and then reverts the last writes, which are the first descriptors, as if the device
 // had crashed. Only what those descriptors had to report may be lost.
 func (m *model) tear(t *testing.T, p *packedDriver) {
@@ -416,6 +447,8 @@ func TestAgainstModel(t *testing.T) {
 					case 1:
 						if ordered {
 							m.crash(t)
+						} else if !packed {
+							m.kill(t)
 						}
 					default:
 						if err := m.q.SetNotify(m.r.IntN(2) == 0); err != nil {

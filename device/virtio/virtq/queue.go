@@ -74,6 +74,7 @@ type Queue struct {
 	staged    []used // packed: from usedPub on; has room for a whole ring
 	event     uint32 // packed: the device event structure
 
+	retake    int          // chains that Retake may pop again
 	ready     [ahead]taken // chains read ahead: [pos, have), from lastAvail on
 	pos, have int
 
@@ -288,21 +289,28 @@ func (q *Queue) pop(c *Chain) (bool, error) {
 	} else if err := q.check(); err != nil {
 		return false, err
 	}
-	t := &q.ready[q.pos]
-	if t.plain {
-		q.walked++
-		c.take(q.space, t)
-	} else {
-		c.reset(q.space)
-		if err := q.walk(c, t); err != nil {
-			c.reset(q.space)
-			return false, err
-		}
+	if err := q.open(c, &q.ready[q.pos]); err != nil {
+		return false, err
 	}
 	q.pos++
 	c.at = q.lastAvail
 	q.lastAvail = q.after(c.at, c.entries)
 	return true, nil
+}
+
+// open fills c with the chain that starts with t. On an error c is empty.
+func (q *Queue) open(c *Chain, t *taken) error {
+	if t.plain {
+		q.walked++
+		c.take(q.space, t)
+		return nil
+	}
+	c.reset(q.space)
+	if err := q.walk(c, t); err != nil {
+		c.reset(q.space)
+		return err
+	}
+	return nil
 }
 
 // taken is the start of a chain: its ring entry and first descriptor.
@@ -354,7 +362,7 @@ func (t *taken) lookUp(s *translate.Space) {
 // Unpop gives back c and all chains popped after it, as if they had not been popped, because the device cannot use them
 // yet. None of them may have been pushed, and chains popped before them must then be pushed in order.
 func (q *Queue) Unpop(c *Chain) error {
-	if n := q.between(c.at, q.lastAvail); n < 1 || n > q.InFlight() {
+	if n := q.between(c.at, q.lastAvail); n < 1 || n > q.InFlight() || c.again {
 		return fmt.Errorf("virtq: queue %d: Unpop of a chain that is not in flight", q.idx)
 	}
 	q.lastAvail = c.at

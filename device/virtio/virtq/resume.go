@@ -1,16 +1,21 @@
 package virtq
 
+import (
+	"fmt"
+	"math"
+)
+
 // Resume reads the device's position from the ring, and continues there. A front end that lost its back end may know
 // less (QEMU's base of a packed ring is from its start). If its base differs, chains were taken and never returned;
-// they are taken again (the devices here return chains in the order in which they took them), and the driver is
+// they are taken again (devices return chains in the order in which they took them, or call Reopen), and the driver is
 // interrupted, because it may not have been notified of the chains returned last. Call it once, before the first Pop.
 // It reports whether the base was changed.
 func (q *Queue) Resume() (changed bool, err error) {
 	from, at := q.lastAvail, uint16(0)
 	if q.packed {
 		at, err = q.resumePacked()
-	} else if at, err = q.load16("used index", &q.used, 2); err == nil {
-		q.usedPub = at
+	} else {
+		at, err = q.resumeSplit()
 	}
 	if err != nil {
 		return false, err
@@ -21,6 +26,63 @@ func (q *Queue) Resume() (changed bool, err error) {
 		return false, nil
 	}
 	return true, q.Signal()
+}
+
+// resumeSplit reads the used index, and sets usedPub and usedFlags: a process that was killed may have left NO_NOTIFY.
+func (q *Queue) resumeSplit() (uint16, error) {
+	w, m := q.used.Uint32(0)
+	if !m.OK() {
+		return 0, q.missed("used index", m)
+	}
+	v := le32(w.Load())
+	q.usedFlags, q.usedPub = uint16(v)&usedNoNotify, uint16(v>>16)
+	return q.usedPub, nil
+}
+
+// Popped returns the position behind the last chain that was popped (a number modulo 1<<16).
+func (q *Queue) Popped() uint16 { return q.lastAvail }
+
+// Reopen continues a split ring at a position that Popped returned in a process that was killed, instead of the used
+// index: the chains in between were popped, and the caller knows the heads of those that were not pushed (Retake).
+// popped is at most Size ahead of the used position (Base). Call it once, after Resume and before the first Pop.
+func (q *Queue) Reopen(popped uint16) error {
+	n := int(popped - q.usedNext)
+	switch {
+	case q.packed:
+		return fmt.Errorf("virtq: queue %d: a packed ring is not reopened", q.idx)
+	case q.InFlight() > 0:
+		return fmt.Errorf("virtq: queue %d: Reopen with %d chains in flight", q.idx, q.InFlight())
+	case n > int(q.size):
+		return fmt.Errorf("virtq: queue %d: Reopen at %#x, want at most %d past %#x", q.idx, popped, q.size, q.usedNext)
+	}
+	q.lastAvail, q.availSeen, q.retake = popped, popped, n
+	q.pos, q.have = 0, 0
+	return nil
+}
+
+// Retake pops the chain with that head again: one of those that were in flight when Reopen was called. Its errors are
+// those of Pop, and it can be repeated after a repairable one. The chain can be pushed, but not be given back.
+func (q *Queue) Retake(c *Chain, head uint16) error {
+	if err := q.check(); err != nil {
+		return err
+	}
+	if q.retake == 0 {
+		return fmt.Errorf("virtq: queue %d: Retake of a chain that was not in flight", q.idx)
+	}
+	if head >= q.size {
+		return q.breakRing("head of a chain in flight", 0, uint64(head), fmt.Sprintf("below %d", q.size))
+	}
+	q.part = part{math.MaxUint64, math.MaxInt}
+	t := taken{head: head}
+	if err := q.readHead(&t, nil); err != nil {
+		return q.judge(err)
+	}
+	if err := q.open(c, &t); err != nil {
+		return err
+	}
+	q.retake--
+	c.again = true
+	return nil
 }
 
 // resumePacked finds the place of the next used descriptor, and sets usedPub and staged.

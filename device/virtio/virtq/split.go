@@ -70,6 +70,11 @@ func (q *Queue) begin(at uint16, t *taken, ring, table []byte) error {
 		return &RingError{Queue: q.idx, What: "available ring entry", Index: uint32(slot), Value: uint64(t.head),
 			Want: fmt.Sprintf("below %d", q.size)}
 	}
+	return q.readHead(t, table)
+}
+
+// readHead reads the first descriptor of the chain at t.head, which is below size.
+func (q *Queue) readHead(t *taken, table []byte) error {
 	if table != nil {
 		t.desc.decode(table[descSize*int(t.head):])
 	} else if m := q.readDesc(&q.desc, uint32(t.head), &t.desc); !m.OK() {

@@ -104,6 +104,22 @@ type Continuer interface {
 	Restore(state []byte) error
 }
 
+// Survivor is implemented by devices that another process can continue after this one was killed at any instruction
+// (CO-2): their state is in a memory file all the time.
+type Survivor interface {
+	Continuer
+
+	// Journal returns the memory file that has the device's state from now on; the device remains its owner. It is
+	// called after Connected or Revive, before a queue starts. -1: the device keeps no such file (then everything is as
+	// for a Continuer).
+	Journal() (fd int, err error)
+
+	// Revive continues the state that a killed process left in journal, which the caller closes afterwards. It is called
+	// at the same point as Restore, and treats the state as Restore does. Journal follows, and returns another file,
+	// which has that state.
+	Revive(journal int) error
+}
+
 // NetDevice is implemented by network devices, for what only they need of a transport. Their queues are counted in
 // pairs.
 type NetDevice interface {

@@ -63,6 +63,13 @@ func (b *backend) isLive() bool {
 	return b.live
 }
 
+// isPending reports whether a change has not been reported yet.
+func (b *backend) isPending() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.pending
+}
+
 func (b *backend) configChanged(log hclog.Logger) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -17,6 +17,7 @@ type ContinuityStatus struct {
 	Pending   int           // connections that are being resumed
 	Continued int           // running devices that go on where the previous process stopped them
 	Silence   time.Duration // the longest time for which one of these stood still
+	Revived   int           // devices with a driver that go on where the previous process was killed
 }
 
 // Status returns the present state.
@@ -35,15 +36,27 @@ func (c *Continuity) begin() {
 	}
 }
 
-func (c *Continuity) end(continued bool, silence time.Duration) {
+func (c *Continuity) end(how outcome, silence time.Duration) {
 	if c == nil {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.s.Pending--
-	if continued {
+	switch how {
+	case continued:
 		c.s.Continued++
 		c.s.Silence = max(c.s.Silence, silence)
+	case revived:
+		c.s.Revived++
 	}
 }
+
+// outcome is what became of a device with a driver.
+type outcome int
+
+const (
+	anew      outcome = iota // the driver begins anew, or there was none
+	continued                // from what the previous process handed over
+	revived                  // from what it kept when it was killed
+)

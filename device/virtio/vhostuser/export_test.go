@@ -15,6 +15,13 @@ func SetTrial(settle, alone time.Duration) (restore func()) {
 // MarkOff is the place of a kept connection's mark.
 const MarkOff = markOff
 
+// SetPwrite replaces the writes of states while no server runs, and returns the inverse.
+func SetPwrite(f func(fd int, b []byte, off int64) (int, error)) (restore func()) {
+	was := pwrite
+	pwrite = f
+	return func() { pwrite = was }
+}
+
 // Limits of messages to a Keeper.
 const (
 	PaceBurst = paceBurst

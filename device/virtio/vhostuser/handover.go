@@ -7,6 +7,8 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,9 +27,13 @@ import (
 //	NAME/call/EPOCH/N
 //	NAME/err/EPOCH/N
 //
+// Eventfds that are kept already (running.go) have their names in the state file. A keeper does not store an open file
+// twice.
+//
 // The state file comes last: without its list of rings the next process tells the driver to begin anew, as after a
-// crash. The next process removes that list before it uses anything, because a context serves once. The epoch, a random
-// number in the state file, tells these descriptors from those that another process left behind.
+// crash. The next process removes that list before it uses anything, because a context serves once; a device that is a
+// virtio.Survivor has not used it before its first ring starts, and is continued even if this process dies. The epoch,
+// a random number in the state file, tells these descriptors from those that another process left behind.
 
 // handed describes the rings and the driver's choices.
 type handed struct {
@@ -50,6 +56,8 @@ type handedRing struct {
 	Kick    bool      `json:"kick"` // there is such an eventfd
 	Call    bool      `json:"call"`
 	Err     bool      `json:"err"`
+	// Files are the names, behind the connection's, of the three; nil: as above.
+	Files *[3]string `json:"files,omitempty"`
 }
 
 // maxContext bounds the state of a device, in bytes.
@@ -58,7 +66,14 @@ const maxContext = 1 << 30
 func (k *keeping) context(epoch uint64) string { return fmt.Sprintf("%s/context/%x", k.name, epoch) }
 
 func (k *keeping) eventfd(what string, epoch uint64, ring int) string {
-	return fmt.Sprintf("%s/%s/%x/%d", k.name, what, epoch, ring)
+	return k.part(eventfdName(what, epoch, ring))
+}
+
+// part is the full name of a part of the connection.
+func (k *keeping) part(name string) string { return k.name + "/" + name }
+
+func eventfdName(what string, epoch uint64, ring int) string {
+	return fmt.Sprintf("%s/%x/%d", what, epoch, ring)
 }
 
 // handOver stops the rings and stores what the next process needs to go on, if there is one to come.
@@ -71,8 +86,10 @@ func (se *session) handOver() {
 	se.leaving = true
 	stopped := sinceBoot()
 	se.stopAll()
+	s.Running = nil // the device's end follows
 	state, err := dev.Save()
 	if !s.Live && err == nil && len(state) == 0 {
+		se.kept.write(&s)
 		return
 	}
 	var h *handed
@@ -81,6 +98,7 @@ func (se *session) handOver() {
 	}
 	if err != nil {
 		se.log.Warn("the device's state cannot be handed over: the driver has to begin anew", "error", err)
+		se.kept.write(&s)
 		return
 	}
 	h.Stopped = stopped
@@ -90,10 +108,12 @@ func (se *session) handOver() {
 
 // handed stores the rings' eventfds and the device's state.
 func (se *session) handed(state []byte) (*handed, error) {
-	h := &handed{
-		Epoch: rand.Uint64(), Features: se.features, Negotiated: se.negotiated, Status: se.status,
-		Context: uint64(len(state)),
+	epoch := rand.Uint64()
+	if se.running.last != nil {
+		epoch = se.running.epoch
 	}
+	h := se.choices(epoch)
+	h.Context = uint64(len(state))
 	if len(state) > 0 {
 		fd, err := contextFile(state)
 		if err != nil {
@@ -105,25 +125,36 @@ func (se *session) handed(state []byte) (*handed, error) {
 			return nil, err
 		}
 	}
+	if se.running.last != nil {
+		return h, se.nameFiles(h)
+	}
 	for i := range se.rings {
-		r := &se.rings[i]
-		x := handedRing{Num: r.num, Base: r.base, Addr: r.addr, HasAddr: r.hasAddr, Started: r.started, Enabled: r.enabled}
-		for _, f := range []struct {
-			what string
-			fd   int
-			has  *bool
-		}{{"kick", r.kick, &x.Kick}, {"call", r.call.FD(), &x.Call}, {"err", r.err.FD(), &x.Err}} {
-			if *f.has = f.fd >= 0; !*f.has {
+		for k, fd := range se.rings[i].eventfds() {
+			if fd < 0 {
 				continue
 			}
-			if err := se.kept.to.Keep(se.kept.eventfd(f.what, h.Epoch, i), f.fd); err != nil {
+			if err := se.kept.to.Keep(se.kept.eventfd(ringFiles[k], h.Epoch, i), fd); err != nil {
 				return nil, err
 			}
 		}
-		h.Rings = append(h.Rings, x)
 	}
 	return h, nil
 }
+
+// choices describes the driver's choices and the rings, without the names of eventfds.
+func (se *session) choices(epoch uint64) *handed {
+	h := &handed{Epoch: epoch, Features: se.features, Negotiated: se.negotiated, Status: se.status}
+	for i := range se.rings {
+		r := &se.rings[i]
+		fds := r.eventfds()
+		h.Rings = append(h.Rings, handedRing{Num: r.num, Base: r.base, Addr: r.addr, HasAddr: r.hasAddr,
+			Started: r.started, Enabled: r.enabled, Kick: fds[0] >= 0, Call: fds[1] >= 0, Err: fds[2] >= 0})
+	}
+	return h
+}
+
+// eventfds returns kick, call and error; -1: none.
+func (r *ring) eventfds() [3]int { return [3]int{r.kick, r.call.FD(), r.err.FD()} }
 
 // contextFile returns a memory file with that content, which cannot change any more.
 func contextFile(content []byte) (fd int, err error) {
@@ -146,41 +177,81 @@ func contextFile(content []byte) (fd int, err error) {
 	return fd, nil
 }
 
-// takeOver continues what the previous process has handed over, and reports whether it did. If that fails, the driver
-// has to begin anew, as after a crash.
-func (se *session) takeOver(h *handed, kept Kept) bool {
-	if h != nil {
+// takeOver continues what the previous process has handed over, or kept when it was killed, and reports whether it did.
+// If that fails, the driver has to begin anew.
+func (se *session) takeOver(s *keptState, kept Kept) bool {
+	_, survives := se.dev.(virtio.Survivor)
+	h := s.Handed
+	if h == nil && survives {
+		h = s.Running
+	}
+	if se.trial != nil && se.trial.anew {
+		h = nil
+	}
+	if !survives || h == nil {
 		// A context serves once. If this process dies, the driver has to begin anew.
-		s := se.state()
-		se.kept.write(&s)
+		se.saveState()
 	}
 	parts := se.takeParts(h, kept)
-	defer parts.close()
+	defer se.dropParts(parts)
 	if h == nil {
 		return false
 	}
-	err := se.adoptRings(h, parts)
-	if err == nil {
-		err = se.adoptContext(h, parts.context)
-	}
-	if err == nil {
-		err = se.startHanded(h)
-	}
-	if err != nil {
+	if err := se.goOn(s, h, parts); err != nil {
 		se.log.Error("state of the previous vnicd refused: the driver has to begin anew", "reason", err)
-		se.stopAll()
-		se.oldLive = se.wasLive // starting may have ended it, but the front end's rings still run
-		se.saveState()
-		for i := range se.rings {
-			se.rings[i].reset()
-		}
-		se.features, se.negotiated, se.status = 0, false, 0
-		se.dev.Reset()
+		se.beginAnew()
 		return false
 	}
 	se.wasLive = false
-	se.silence = max(time.Duration(sinceBoot()-h.Stopped), 0)
+	if s.Handed != nil {
+		se.silence = max(time.Duration(sinceBoot()-h.Stopped), 0)
+		return true
+	}
+	se.revived = true
+	for i := range se.rings { // the killed process may not have signalled what it returned last
+		if se.rings[i].q != nil {
+			se.rings[i].call.Signal()
+		}
+	}
 	return true
+}
+
+// goOn continues rings and device as h describes them. Until a ring starts, what the previous process kept can be
+// continued again; from then on, what this one keeps.
+func (se *session) goOn(s *keptState, h *handed, p *handedParts) error {
+	if err := se.adoptRings(h, p); err != nil {
+		return err
+	}
+	if s.Handed != nil {
+		if err := se.adoptContext(h, p.context); err != nil {
+			return err
+		}
+	} else if h.Negotiated { // otherwise there is no driver, and its reset may not have reached the journal
+		if err := se.adoptJournal(p.journal); err != nil {
+			return err
+		}
+	}
+	if se.survive(); se.running.last == nil {
+		se.forgetRun() // what the previous process kept
+	}
+	for i := range se.rings {
+		if err := se.start(i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// beginAnew undoes goOn.
+func (se *session) beginAnew() {
+	se.stopAll()
+	se.oldLive = se.wasLive // starting may have ended it, but the front end's rings still run
+	se.forgetRun()
+	for i := range se.rings {
+		se.rings[i].reset()
+	}
+	se.features, se.negotiated, se.status = 0, false, 0
+	se.dev.Reset()
 }
 
 // sinceBoot returns the time since the host's boot, ns: a clock that two processes share and nobody sets.
@@ -190,54 +261,70 @@ func sinceBoot() int64 {
 	return t.Nano()
 }
 
-// handedParts are descriptors that were handed over; -1: none.
+// handedParts are descriptors that were handed over, or kept for the case of a kill; -1: none.
 type handedParts struct {
 	context int
-	rings   [][3]int // kick, call, err
+	journal int
+	rings   [][3]int    // kick, call, err
+	names   [][3]string // of these, behind the connection's name
+	own     Kept        // all of them, as they were kept
 }
 
-// takeParts takes them from what was kept. It drops those of other epochs: of a process that died while it handed over,
-// or that ended before it had taken what it got.
+// takeParts takes them from what was kept. It drops those that the state does not name: of a process that died before
+// it had stored a state, or after.
 func (se *session) takeParts(h *handed, kept Kept) *handedParts {
-	p := &handedParts{context: -1, rings: make([][3]int, len(se.rings))}
+	p := &handedParts{context: -1, journal: -1, rings: make([][3]int, len(se.rings)),
+		names: make([][3]string, len(se.rings)), own: Kept{}}
 	take := func(name string) int {
+		if fd, ok := p.own[name]; ok {
+			return fd
+		}
 		fd, ok := kept.take(name)
 		if !ok {
 			return -1
 		}
-		se.kept.forget(name)
+		p.own[name] = fd
 		return fd
 	}
 	for i := range p.rings {
+		p.rings[i] = [3]int{-1, -1, -1}
+		if h == nil {
+			continue
+		}
 		for k, what := range ringFiles {
-			if p.rings[i][k] = -1; h != nil {
-				p.rings[i][k] = take(se.kept.eventfd(what, h.Epoch, i))
+			name := eventfdName(what, h.Epoch, i)
+			if i < len(h.Rings) && h.Rings[i].Files != nil {
+				name = h.Rings[i].Files[k]
+			}
+			if file, _, _ := strings.Cut(name, "/"); slices.Contains(ringFiles[:], file) {
+				p.names[i][k], p.rings[i][k] = name, take(se.kept.part(name))
 			}
 		}
 	}
 	if h != nil {
-		p.context = take(se.kept.context(h.Epoch))
+		p.context, p.journal = take(se.kept.context(h.Epoch)), take(se.kept.journal(h.Epoch))
 	}
 	old := Kept{}
-	for _, what := range append(ringFiles[:], "context") {
-		maps.Copy(old, kept.of(se.kept.name+"/"+what))
+	for _, what := range append(ringFiles[:], "context", "journal") {
+		maps.Copy(old, kept.of(se.kept.part(what)))
 	}
 	old.drop(se.kept.to)
 	return p
 }
 
-// ringFiles are the names of a ring's descriptors: kick, call and error.
-var ringFiles = [3]string{"kick", "call", "err"}
-
-func (p *handedParts) close() {
-	for _, fds := range append(p.rings, [3]int{p.context, -1, -1}) {
-		for _, fd := range fds {
-			if fd >= 0 {
-				_ = unix.Close(fd)
-			}
+// dropParts closes them, and removes those from the keeper that are not in use.
+func (se *session) dropParts(p *handedParts) {
+	used := se.running.names(&se.kept)
+	for name, fd := range p.own {
+		_ = unix.Close(fd)
+		if !slices.Contains(used, name) {
+			se.kept.forget(name)
 		}
 	}
 }
+
+// ringFiles are the names of a ring's descriptors: kick, call and error.
+var ringFiles = [3]string{"kick", "call", "err"}
 
 // adoptRings sets the driver's choices and describes the rings, with the checks of the requests that do so.
 func (se *session) adoptRings(h *handed, p *handedParts) error {
@@ -247,8 +334,10 @@ func (se *session) adoptRings(h *handed, p *handedParts) error {
 	if len(h.Rings) != len(se.rings) {
 		return fmt.Errorf("%d rings, the device has %d", len(h.Rings), len(se.rings))
 	}
-	if err := se.setFeatures(h.Features); err != nil {
-		return err
+	if h.Features != 0 {
+		if err := se.setFeatures(h.Features); err != nil {
+			return err
+		}
 	}
 	if h.Negotiated != se.negotiated {
 		return fmt.Errorf("features %#x: negotiated is %v", h.Features, h.Negotiated)
@@ -276,8 +365,15 @@ func (se *session) adoptRings(h *handed, p *handedParts) error {
 		if err := errors.Join(r.call.Set(p.rings[i][1]), r.err.Set(p.rings[i][2])); err != nil {
 			return fmt.Errorf("ring %d: %w", i, err)
 		}
-		r.kick, p.rings[i][0] = p.rings[i][0], -1
-		r.num, r.base, r.addr, r.hasAddr, r.enabled = x.Num, x.Base, x.Addr, x.HasAddr, x.Enabled
+		if x.Kick {
+			fd, err := unix.FcntlInt(uintptr(p.rings[i][0]), unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				return fmt.Errorf("ring %d: %w", i, err)
+			}
+			r.kick = fd
+		}
+		se.adoptFiles(i, p)
+		r.num, r.base, r.addr, r.hasAddr, r.started, r.enabled = x.Num, x.Base, x.Addr, x.HasAddr, x.Started, x.Enabled
 		r.addr.Index = uint32(i)
 	}
 	return nil
@@ -303,15 +399,11 @@ func (se *session) adoptContext(h *handed, fd int) error {
 	return dev.Restore(state)
 }
 
-// startHanded starts the rings that ran.
-func (se *session) startHanded(h *handed) error {
-	for i, x := range h.Rings {
-		if se.rings[i].started = x.Started; !x.Started {
-			continue
-		}
-		if err := se.start(i); err != nil {
-			return err
-		}
+// adoptJournal passes the device the journal of a process that was killed.
+func (se *session) adoptJournal(fd int) error {
+	dev, ok := se.dev.(virtio.Survivor)
+	if !ok || fd < 0 {
+		return errors.New("the journal of the device's state was not kept")
 	}
-	return nil
+	return dev.Revive(fd)
 }

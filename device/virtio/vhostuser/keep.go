@@ -1,10 +1,8 @@
 package vhostuser
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net"
 	"os"
@@ -93,9 +91,10 @@ func (k Kept) Drop(keeper Keeper) (connections []string) {
 
 // keeping is a connection's use of a Keeper. QEMU's generic device does not survive the end of its connection (as of
 // 11.1 it neither negotiates again nor notices the loss), so the connection must outlive this process: socket, back-end
-// channel, guest memory, and the negotiated state, which QEMU sends only once. Rings are not kept while they run: the
-// driver resets the device as soon as it is told that the device has lost its state, and describes them again. A
-// process that ends in good order hands the rings and the device's own state over, too (handover.go).
+// channel, guest memory, and the negotiated state, which QEMU sends only once. Rings of most devices are not kept while
+// they run: the driver resets the device as soon as it is told that the device has lost its state, and describes them
+// again. A process that ends in good order hands the rings and the device's own state over, too (handover.go); those of
+// a virtio.Survivor are kept all the time (running.go).
 type keeping struct {
 	to    Keeper // nil: nothing is kept
 	name  string // of the connection; prefix of the others
@@ -105,10 +104,13 @@ type keeping struct {
 
 // keptState is the negotiated state. Fields may be added but not changed: the next process may be of another release.
 type keptState struct {
+	Sum      string       `json:"sum"`      // of the rest, see statefile.go; first
 	Protocol uint64       `json:"protocol"` // features
 	Live     bool         `json:"live"`     // rings run; see backend
 	Regions  []keptRegion `json:"regions"`
-	Handed   *handed      `json:"handed,omitempty"` // nil: the process has not ended in good order
+	Untold   bool         `json:"untold,omitempty"`  // the driver was not told yet that the device lost its state
+	Handed   *handed      `json:"handed,omitempty"`  // nil: the process has not ended in good order
+	Running  *handed      `json:"running,omitempty"` // for the case that the process is killed; without a context
 }
 
 type keptRegion struct {
@@ -122,9 +124,6 @@ type keptRegion struct {
 func (r *keptRegion) region() Region {
 	return Region{GuestPA: r.GuestPA, Size: r.Size, UserAddr: r.UserAddr, Offset: r.Offset}
 }
-
-// keptSize bounds the JSON, MaxMemSlots regions of at most 128 bytes, and the mark behind it.
-const keptSize = 32 << 10
 
 func (k *keeping) connection() string { return k.name }
 func (k *keeping) channel() string    { return k.name + "/channel" }
@@ -140,7 +139,7 @@ func (k *keeping) oldMemory(r Region) string {
 }
 
 // begin starts to keep a connection.
-func (k *keeping) begin(c *net.UnixConn) error {
+func (k *keeping) begin(c *net.UnixConn, s keptState) error {
 	if k.to == nil {
 		return nil
 	}
@@ -155,6 +154,7 @@ func (k *keeping) begin(c *net.UnixConn) error {
 	if err != nil {
 		return fmt.Errorf("memory file for the connection's state: %w", err)
 	}
+	k.write(&s)
 	k.keep(k.agreed(), fd)
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -187,22 +187,13 @@ func (k *keeping) write(s *keptState) {
 	if k.to == nil {
 		return
 	}
-	b, err := json.Marshal(s)
-	if err == nil && len(b) > markOff {
-		err = fmt.Errorf("%d bytes, at most %d fit", len(b), markOff)
-	}
-	if err == nil {
-		// One write, usually within a page, so that a process killed meanwhile leaves the old or the new state. Remains
-		// of a longer one are not read.
-		_, err = unix.Pwrite(k.state, b, 0)
-	}
-	if err != nil {
+	if err := writeState(k.state, s); err != nil {
 		k.log.Error("connection state cannot be stored with systemd", "error", err)
 	}
 }
 
 // end removes everything of the connection from the keeper.
-func (k *keeping) end(regions []mapped) {
+func (k *keeping) end(regions []mapped, others []string) {
 	if k.to == nil {
 		return
 	}
@@ -212,21 +203,13 @@ func (k *keeping) end(regions []mapped) {
 	for _, r := range regions {
 		k.forget(k.memory(r.file)) // several times, if several regions are in it
 	}
+	for _, name := range others {
+		k.forget(name)
+	}
 	if k.state >= 0 {
 		_ = unix.Close(k.state)
 	}
 	k.to = nil // teardown follows, which must not be stored
-}
-
-// stateFile is an io.Reader of the state file.
-type stateFile int
-
-func (f stateFile) ReadAt(b []byte, off int64) (int, error) {
-	n, err := unix.Pread(int(f), b, off)
-	if n == 0 && err == nil {
-		err = io.EOF
-	}
-	return max(n, 0), err
 }
 
 // saveState stores the session's state for the next process.
@@ -238,8 +221,8 @@ func (se *session) saveState() {
 }
 
 func (se *session) state() keptState {
-	s := keptState{Protocol: se.proto, Live: se.backend.isLive() || se.oldLive,
-		Regions: make([]keptRegion, len(se.regions))}
+	s := keptState{Protocol: se.proto, Live: se.backend.isLive() || se.oldLive, Untold: se.untold,
+		Regions: make([]keptRegion, len(se.regions)), Running: se.running.last}
 	for i, r := range se.regions {
 		s.Regions[i] = keptRegion{r.GuestPA, r.Size, r.UserAddr, r.Offset, r.file.String()}
 	}
@@ -250,7 +233,14 @@ func (se *session) state() keptState {
 func (se *session) adoptCounted(kept Kept) error {
 	defer func() { // also after a panic
 		se.counted = true
-		se.srv.cfg.Continuity.end(se.backend.isLive() && se.silence > 0, se.silence)
+		how := anew
+		switch {
+		case se.revived && se.negotiated:
+			how = revived
+		case se.backend.isLive() && se.silence > 0:
+			how = continued
+		}
+		se.srv.cfg.Continuity.end(how, se.silence)
 	}()
 	return se.adopt(kept)
 }
@@ -263,8 +253,8 @@ func (se *session) adopt(kept Kept) error {
 		return errors.New("the connection's state was not kept")
 	}
 	se.kept.state = fd
-	var s keptState
-	if err := json.NewDecoder(io.NewSectionReader(stateFile(fd), 0, markOff)).Decode(&s); err != nil {
+	s, err := readState(fd)
+	if err != nil {
 		return fmt.Errorf("the state: %w", err)
 	}
 	if extra := s.Protocol &^ se.srv.protos; extra != 0 {
@@ -297,13 +287,15 @@ func (se *session) adopt(kept Kept) error {
 			return err
 		}
 	}
-	se.wasLive, se.oldLive = s.Live, s.Live
-	continued := se.takeOver(s.Handed, kept)
-	if !continued {
+	live := s.Live || s.Running.runs() // the process may have been killed before it wrote that a ring runs
+	se.wasLive, se.oldLive = live, live
+	goesOn := se.takeOver(&s, kept)
+	if !goesOn || s.Untold {
+		se.untold = true
 		se.backend.configChanged(se.log) // waits for announce, or until rings start
 	}
-	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", s.Live, "continued",
-		continued)
+	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", live, "continued",
+		goesOn)
 	return nil
 }
 
@@ -347,4 +339,13 @@ func (se *session) announce() {
 	se.wasLive = false
 	se.backend.setLive(true, se.log)
 	se.backend.setLive(false, se.log)
+	se.told()
+}
+
+// told records that the driver was told, if it was.
+func (se *session) told() {
+	if se.untold && !se.backend.isPending() {
+		se.untold = false
+		se.saveState()
+	}
 }

@@ -35,6 +35,9 @@ type ring struct {
 	kick    int // -1: none
 	call    *virtq.Notifier
 	err     *virtq.Notifier
+	files   [3]*keptFile // of kick, call and err, as kept; nil: none
+	stale   [3]bool      // the eventfd was exchanged since then
+	spare   *keptFile    // the call eventfd before this one: front ends exchange two of them all the time
 
 	q     *virtq.Queue // set while the device has it
 	areas [3]area      // of q
@@ -53,7 +56,7 @@ func (r *ring) init() {
 // reset clears the ring's description, but not its call and error descriptors.
 func (r *ring) reset() {
 	r.dropKick()
-	*r = ring{kick: -1, call: r.call, err: r.err}
+	*r = ring{kick: -1, call: r.call, err: r.err, files: r.files, stale: r.stale, spare: r.spare}
 }
 
 func (r *ring) close() {
@@ -67,6 +70,7 @@ func (r *ring) dropKick() {
 		_ = unix.Close(r.kick)
 		r.kick = -1
 	}
+	r.stale[0] = true
 	r.started = false
 }
 
@@ -166,6 +170,7 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 		if err := r.call.Set(fd); err != nil {
 			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
 		}
+		r.stale[1] = true
 		// A front end that masks an interrupt diverts it and checks once, when it unmasks, for interrupts in between:
 		// one that arrives between that check and this message would be lost. An additional interrupt is harmless.
 		if r.q != nil {
@@ -175,6 +180,7 @@ func (se *session) vringFD(r *ring, f VringFD, m *Message) error {
 		if err := r.err.Set(fd); err != nil {
 			return fmt.Errorf("%w: ring %d: %w", errRefused, i, err)
 		}
+		r.stale[2] = true
 	case ReqSetVringKick:
 		se.stop(i)
 		r.dropKick()
@@ -255,6 +261,7 @@ func (se *session) start(i int) error {
 		err = se.resume(q)
 	}
 	if err == nil {
+		se.survive()
 		err = se.dev.StartQueue(i, q)
 	}
 	if err != nil {

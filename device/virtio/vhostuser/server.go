@@ -53,6 +53,8 @@ type Config struct {
 	Keeper Keeper
 	KeepAs string
 	Kept   Kept
+	// Blameless says that the previous process was ended by somebody else, so that no front end can have caused it.
+	Blameless bool
 	// MachineReset, if set, is called when the front end resets the device (RESET_DEVICE). QEMU does so when the machine
 	// is reset, whether the device has a driver or not, and when a driver begins or ends; not to pause the VM.
 	MachineReset func()
@@ -247,7 +249,7 @@ func (s *Server) serve(t *Transport, kept Kept) {
 	resumes := kept != nil // it is emptied
 	defer func() {
 		if resumes && (se == nil || !se.counted) {
-			s.cfg.Continuity.end(false, 0)
+			s.cfg.Continuity.end(anew, 0)
 		}
 		s.mu.Lock()
 		s.conn = nil

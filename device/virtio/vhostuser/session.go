@@ -40,11 +40,14 @@ type session struct {
 	watch   worktime.Watch // of the message that is being handled
 
 	kept    keeping
+	running running
 	trial   *trial        // nil: the connection is not resumed
 	silence time.Duration // for which the device stood still before it went on here; 0: it has not gone on
 	counted bool          // by Continuity
 	oldLive bool          // the front end's rings run since the previous process, and have not run here yet
 	wasLive bool          // the running driver does not know yet that the process was replaced
+	untold  bool          // the driver was not told yet that the device lost its state
+	revived bool          // the device goes on where the previous process was killed
 	leaving bool          // the state for the next process is complete
 }
 
@@ -117,7 +120,7 @@ func (se *session) converse(kept Kept) error {
 		if se.trial != nil {
 			se.trial.adopted()
 		}
-	} else if err := se.kept.begin(se.t.c); err != nil {
+	} else if err := se.kept.begin(se.t.c, se.state()); err != nil {
 		return err
 	}
 	var m Message
@@ -140,7 +143,7 @@ func (se *session) converse(kept Kept) error {
 func (se *session) teardown() {
 	defer se.measure()()
 	se.handOver()
-	se.kept.end(se.regions)
+	se.kept.end(se.regions, se.running.names(&se.kept))
 	se.stopAll()
 	se.dev.Disconnected()
 	_ = se.watch.Without(func() error { se.mem.Close(); return nil })
@@ -186,6 +189,8 @@ func (se *session) handle(m *Message) error {
 		se.log.Trace("vhost-user", "request", m.Request, "size", m.Size, "fds", len(m.FDs), "flags", m.Flags)
 	}
 	reply, err := se.dispatch(m)
+	se.describe()
+	se.told()
 	wantAck := se.wantsAck(m)
 	switch {
 	case err != nil && !errors.Is(err, errRefused):
@@ -398,6 +403,7 @@ func (se *session) reset() {
 	}
 	se.status = 0
 	se.features, se.negotiated = 0, false
+	se.describe() // first: the state of a device without a driver is not continued
 	se.dev.Reset()
 	if w, ok := se.dev.(virtio.StatusWatcher); ok {
 		w.SetStatus(0)

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio"
 )
 
 // What a process keeps was given by front ends, and a state that ends one process would end the next, too, until the
@@ -21,12 +23,18 @@ import (
 //
 // After a crash all connections that were being resumed, or had been for less than settleTime, are suspects. Each is
 // resumed alone, one after the other, so that a second crash tells which one is guilty. The others keep their devices.
+//
+// A process that somebody else has killed (Config.Blameless) casts no suspicion.
+//
+// The state of a virtio.Survivor may be what ends processes, and comes back after each crash. So instead of being
+// dropped, such a device has to begin anew, alone (markAnew); only after another crash it is dropped.
 type mark byte
 
 const (
 	markServed   mark = iota // served well; or kept by a release without marks
 	markTogether             // resumed lately
 	markAlone                // being resumed alone
+	markAnew                 // the same, without the device's state
 )
 
 // markOff is the place of the mark: the last byte of the state's file.
@@ -41,12 +49,13 @@ var (
 // alone has a token of the suspect that is being resumed.
 var alone = make(chan struct{}, 1)
 
-// errGuilty ends the connection of which two processes have died.
+// errGuilty ends the connection of which two processes have died, or three.
 var errGuilty = errors.New("vnicd ended twice while it resumed this VM")
 
 // trial is a connection that is being resumed, until it is cleared of suspicion.
 type trial struct {
-	fd int // of the state, its own
+	fd   int  // of the state, its own
+	anew bool // the device has to begin anew
 
 	mu    sync.Mutex // guards the fields below
 	turn  bool       // it has the token
@@ -66,15 +75,23 @@ func (s *Server) try(kept Kept) (*trial, error) {
 		return nil, fmt.Errorf("state of the connection: %w", err)
 	}
 	t := &trial{fd: own}
+	_, survives := s.dev.(virtio.Survivor)
 	was, err := t.read()
-	if err == nil && was == markAlone {
+	switch {
+	case err != nil:
+	case s.cfg.Blameless:
+		err = t.write(markTogether)
+	case was == markAnew || was == markAlone && !survives:
 		err = errGuilty
-	}
-	if err == nil && was == markTogether {
+	case was == markAlone:
+		s.log.Warn("vnicd ended twice while it resumed this VM: the VM's driver has to begin anew", "socket", s.cfg.Path)
+		t.anew = true
+		err = t.wait(s, markAnew)
+	case was == markTogether:
 		s.log.Warn("vnicd ended while it resumed this VM, or soon after: the VM is resumed when no other is", "socket",
 			s.cfg.Path)
-		err = t.wait(s)
-	} else if err == nil {
+		err = t.wait(s, markAlone)
+	default:
 		err = t.write(markTogether)
 	}
 	if err != nil {
@@ -85,7 +102,7 @@ func (s *Server) try(kept Kept) (*trial, error) {
 }
 
 // wait takes the token. Before the first suspect, connections above suspicion are resumed, and cause no doubt later.
-func (t *trial) wait(s *Server) error {
+func (t *trial) wait(s *Server, m mark) error {
 	if !s.pause(aloneTime) {
 		return s.ctx.Err()
 	}
@@ -97,7 +114,7 @@ func (t *trial) wait(s *Server) error {
 	t.mu.Lock()
 	t.turn = true
 	t.mu.Unlock()
-	return t.write(markAlone)
+	return t.write(m)
 }
 
 // adopted begins the time after which the connection is cleared.

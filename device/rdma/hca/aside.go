@@ -284,6 +284,7 @@ func (c *commandLoop) unpop(jobs []*job) bool {
 	if err := c.q.Unpop(&jobs[i].chain); err != nil {
 		return false
 	}
+	c.d.commandUnpopped(jobs[i].seq, c.q.Popped())
 	c.popped--
 	return true
 }

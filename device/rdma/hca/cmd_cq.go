@@ -52,7 +52,11 @@ func createCQ(c *cmd) error {
 		o.drop(c.d.account)
 		return err
 	}
+	if j := c.d.journaled(); j != nil {
+		j.giveWord(o)
+	}
 	c.t.cqs[q.n] = o
+	c.touch(recCQ, q.n)
 	(&abi.Handle{Handle: q.n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -123,6 +127,7 @@ func resizeCQ(c *cmd) error {
 	o.cost.swapList(c.d.account, resized)
 	o.ring.drop()
 	o.ring = h[0]
+	c.touch(recCQ, r.CQN)
 	return nil
 }
 
@@ -135,7 +140,9 @@ func (c *cmd) moveCQ(o *cqObject, to ring) error {
 	})
 	for done := false; err == nil && !done; {
 		err = c.onOwner(o.owner, func() (err error) {
-			done, err = o.q.continueMove(&m)
+			done, err = o.q.continueMove(&m, func() {
+				c.effect(func(j *controlJournal) { j.swapWord(c.d, o) })
+			})
 			return err
 		})
 	}
@@ -155,6 +162,10 @@ func destroyCQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "completion queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.cqs, n)
+	c.touch(recCQ, n)
+	if j := c.d.journaled(); j != nil {
+		j.takeWord(o)
+	}
 	o.drop(c.d.account)
 	o.q.ceq.drop(&o.q.comp)
 	c.d.data.async.drop(&o.q.asyn)
@@ -203,6 +214,7 @@ func createSRQ(c *cmd) error {
 	}
 	p.refs++
 	c.t.srqs[s.n] = &srqObject{q: s, pdn: r.PDN, cost: cost}
+	c.touch(recSRQObject, s.n)
 	(&abi.Handle{Handle: s.n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -253,6 +265,7 @@ func modifySRQ(c *cmd) error {
 		if r.Flags&abi.SRQLimit != 0 {
 			s.limit = r.Limit
 		}
+		c.effect(func(j *controlJournal) { j.addSRQ(o) })
 		return nil
 	})
 	switch {
@@ -295,6 +308,7 @@ func destroySRQ(c *cmd) error {
 		return refuse(abi.StatusBusy, "shared receive queue %d is used by %d queue pairs", n, o.refs)
 	}
 	delete(c.t.srqs, n)
+	c.touch(recSRQObject, n)
 	o.cost.credit(c.d.account)
 	c.t.pds[o.pdn].refs--
 	c.d.data.async.drop(&o.q.asyn)

@@ -47,6 +47,7 @@ func setGID(c *cmd) error {
 		return refuse(abi.StatusInvalid, "GID %x is not a unicast GID", r.GID)
 	}
 	c.d.data.gids.put(int(r.Index), gid{set: true, v1: r.Type == abi.GIDRoCEv1, vlan: r.VLANID, addr: r.GID})
+	c.touch(recGID, uint32(r.Index))
 	return nil
 }
 
@@ -59,6 +60,7 @@ func clearGID(c *cmd) error {
 		return refuse(abi.StatusInvalid, "GID index %d, the table has %d entries", r.Index, c.d.lim.GIDs)
 	}
 	c.d.data.gids.put(int(r.Index), gid{})
+	c.touch(recGID, uint32(r.Index))
 	return nil
 }
 
@@ -105,6 +107,7 @@ func setDoorbells(c *cmd) error {
 	}
 	c.t.dbHeld[r.Engine].drop()
 	c.t.dbHeld[r.Engine] = h[0]
+	c.touch(recBells, r.Engine)
 	return nil
 }
 
@@ -140,6 +143,7 @@ func setAHTable(c *cmd) error {
 	}
 	c.t.ahHeld, c.t.ahCost = h[0], pages
 	c.d.data.ahs.Store(&ahTable{mem: mem, n: r.NumEntries})
+	c.touch(recAHs, 0)
 	return nil
 }
 

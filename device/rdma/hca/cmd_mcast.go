@@ -73,5 +73,6 @@ func (c *cmd) replaceGroups(old, next *mcastTable, memberships *int, n int) erro
 	}
 	c.d.data.groups.Store(next)
 	*memberships += n
+	c.touch(recGroups, 0)
 	return nil
 }

@@ -20,6 +20,7 @@ func createPD(c *cmd) error {
 	}
 	n := takeID(c, c.t.pds, &c.t.lastPD)
 	c.t.pds[n] = &pd{}
+	c.touch(recPD, n)
 	(&abi.Handle{Handle: n}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }
@@ -37,6 +38,7 @@ func destroyPD(c *cmd) error {
 		return refuse(abi.StatusBusy, "protection domain %d is used by %d objects", n, p.refs)
 	}
 	delete(c.t.pds, n)
+	c.touch(recPD, n)
 	pdCost().credit(c.d.account)
 	return nil
 }
@@ -78,6 +80,7 @@ func createMR(c *cmd) error {
 	}
 	p.refs++
 	c.t.mrs[reg.Handle()] = r.PDN
+	c.touch(recKey, reg.Handle())
 	resp := abi.CreateMRResp{LKey: uint32(reg.LKey()), RKey: uint32(reg.RKey()), Handle: reg.Handle()}
 	resp.Encode(c.reply(abi.SizeCreateMRResp))
 	return nil
@@ -96,6 +99,7 @@ func (c *cmd) createFast(r *abi.CreateMR, p *pd) error {
 	}
 	p.refs++
 	c.t.mrs[uint32(key)] = r.PDN
+	c.touch(recKey, uint32(key))
 	resp := abi.CreateMRResp{LKey: uint32(key), RKey: uint32(key), Handle: uint32(key)}
 	resp.Encode(c.reply(abi.SizeCreateMRResp))
 	return nil
@@ -132,6 +136,7 @@ func setMTT(c *cmd) error {
 		return memoryError(err)
 	}
 	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
+		c.touch(recKey, r.Handle)
 		c.warm(pas, reg.PageSize())
 	}
 	if r.Flags != 0 {
@@ -197,6 +202,9 @@ func clearMTT(c *cmd) error {
 	}
 	c.d.invalidations.Add(1)
 	c.cleared, c.clears = r.Handle, true
+	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
+		c.touch(recKey, r.Handle)
+	}
 	return nil
 }
 
@@ -220,6 +228,7 @@ func (c *cmd) destroyKey(keys map[uint32]uint32, what string, h uint32) (err err
 		return memoryError(err)
 	}
 	delete(keys, h)
+	c.touch(recKey, h)
 	c.t.pds[pdn].refs--
 	return nil
 }
@@ -242,6 +251,7 @@ func createMW(c *cmd) error {
 	}
 	p.refs++
 	c.t.mws[uint32(key)] = r.PDN
+	c.touch(recKey, uint32(key))
 	(&abi.Handle{Handle: uint32(key)}).Encode(c.reply(abi.SizeHandle))
 	return nil
 }

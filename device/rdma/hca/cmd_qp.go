@@ -136,6 +136,7 @@ func createQP(c *cmd) (failed error) {
 	parts.pd.refs++
 	c.t.qps++
 	c.t.qpList[q.n] = &qpObject{q: q, uses: parts, bells: q.engine, cost: cost}
+	c.touch(recQPObject, q.n)
 	resp := abi.CreateQPResp{QPN: q.n, Engine: uint32(q.engine.id), DBSlot: uint32(q.index)}
 	resp.Encode(c.reply(abi.SizeCreateQPResp))
 	return nil
@@ -176,7 +177,14 @@ func modifyQP(c *cmd) error {
 		}
 	}
 	q := o.q
-	err = q.engine.on(func() error { return q.modify(&a, roce.Mask(r.AttrMask)) })
+	err = q.engine.on(func() error {
+		err := q.modify(&a, roce.Mask(r.AttrMask))
+		if err == nil && (r.AttrMask&abi.QPAttrState == 0 || a.State != roce.Reset) { // to RESET it may be executed twice
+			c.effect(func(j *controlJournal) { j.addQP(o) })
+		}
+		return err
+	})
+	c.touch(recQPObject, r.QPN)
 	switch {
 	case err == nil && r.AttrMask&abi.QPAttrState != 0 && a.State == roce.Reset:
 		return c.discard(q)
@@ -191,6 +199,7 @@ func modifyQP(c *cmd) error {
 // discard empties the work queues of a QP that has just entered RESET. If their memory is absent the command steps
 // aside; the new state has taken effect then.
 func (c *cmd) discard(q *qp) error {
+	c.touch(recQPObject, q.n)
 	err := c.on(q.engine, func() error {
 		var a roce.Attr
 		if q.t.Query(&a); a.State != roce.Reset {
@@ -207,6 +216,7 @@ func (c *cmd) discard(q *qp) error {
 			default:
 				return c.discard(q)
 			}
+			c.touch(recQPObject, q.n)
 			return nil
 		}}
 	}
@@ -272,6 +282,10 @@ func destroyQP(c *cmd) error {
 	c.d.data.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	c.t.lingering = o.end(c.d.account, c.t.lingering)
 	delete(c.t.qpList, n)
+	c.touch(recQPObject, n)
+	if o.uses.srq != nil { // it may have no user any more
+		c.touch(recSRQObject, o.uses.srq.q.n)
+	}
 	c.t.qps--
 	c.t.freeQPIndex(q.index)
 	c.t.pds[uint32(q.pd)].refs--

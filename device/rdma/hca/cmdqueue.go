@@ -90,9 +90,10 @@ type commandLoop struct {
 	free    []*job
 	waiting []*job // for releases, oldest first
 	paced   pacedJobs
-	aside   []*job // for host memory
-	popped  uint64 // job.seq of the last chain
-	unsent  bool   // answers are in the used ring and not signalled yet
+	aside   []*job    // for host memory
+	popped  uint64    // job.seq of the last chain
+	past    []pastJob // of a killed process (revive.go)
+	unsent  bool      // answers are in the used ring and not signalled yet
 	// stopping is set while the last commands are answered: it bounds the time that this may take.
 	stopping context.Context
 
@@ -108,9 +109,9 @@ type commandLoop struct {
 	reported bool // the queue's failure has been logged
 }
 
-// startCommands starts the goroutine.
-func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
-	c = &commandLoop{d: d, q: q, conn: d.conn, done: make(chan struct{}), req: make([]byte, abi.CmdMax),
+// newCommands makes what serves the queue, which start begins; past are commands that a killed process had popped.
+func (d *Device) newCommands(q *virtq.Queue, past []pastJob) (c *commandLoop, err error) {
+	c = &commandLoop{d: d, q: q, conn: d.conn, past: past, done: make(chan struct{}), req: make([]byte, abi.CmdMax),
 		holding: make(chan struct{}, maxHolding)}
 	if q.KickFD() >= 0 {
 		c.wake, err = eventfd.Dup(q.KickFD())
@@ -120,11 +121,16 @@ func (d *Device) startCommands(q *virtq.Queue) (c *commandLoop, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("hca: command queue: %w", err)
 	}
+	for i := range past {
+		c.popped = max(c.popped, past[i].seq)
+	}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	q.Space().Epochs().SetSignal(c.wake.Signal)
-	go c.loop()
 	return c, nil
 }
+
+// start starts the goroutine.
+func (c *commandLoop) start() { go c.loop() }
 
 // stop ends the goroutine and waits for it, and for those that wait for host memory. Commands that were popped are
 // answered or returned to the queue first.
@@ -136,7 +142,7 @@ func (c *commandLoop) stop() {
 
 func (c *commandLoop) loop() {
 	defer close(c.done)
-	err := translate.Contain(func() error { c.rounds(); return nil })
+	err := translate.Contain(func() error { c.resumePast(); c.rounds(); return nil })
 	if err == nil {
 		err = translate.Contain(func() error { c.finish(); return nil })
 	}
@@ -461,7 +467,14 @@ func (c *commandLoop) pop(j *job) (ok bool, err error) {
 		return false, err
 	}
 	c.popped++
-	j.seq, j.room = c.popped, j.chain.WritableLen()
+	j.seq = c.popped
+	c.d.commandPopped(j, c.q.Popped())
+	return true, c.check(j)
+}
+
+// check checks the buffers of a command that was popped. An error breaks the queue.
+func (c *commandLoop) check(j *job) (err error) {
+	j.room = j.chain.WritableLen()
 	switch l := j.chain.ReadableLen(); {
 	case l > uint64(len(c.req)):
 		err = fmt.Errorf("request of %d bytes, at most %d are allowed", l, len(c.req))
@@ -470,9 +483,8 @@ func (c *commandLoop) pop(j *job) (ok bool, err error) {
 	}
 	if err != nil {
 		c.q.Fail(err)
-		return false, err
 	}
-	return true, nil
+	return err
 }
 
 // answer returns a command to the driver, without signalling. A stopping queue does not cancel it: the command has been
@@ -496,6 +508,7 @@ func (c *commandLoop) answer(j *job) {
 		err = c.fetching(c.stopping, write)
 	}
 	if err == nil {
+		c.d.commandPushing(j, c.q.Base())
 		err = c.withRing(func() error { return c.q.Push(&j.chain, uint32(n)) })
 	}
 	if err != nil {
@@ -514,5 +527,7 @@ func (c *commandLoop) signal() {
 	c.unsent = false
 	if err := c.withRing(c.q.Signal); err != nil {
 		c.q.Fail(err)
+		return
 	}
+	c.d.commandsShown()
 }

@@ -56,7 +56,7 @@ const maxReply = 256 // at least the largest of the table
 // run, it returns what to wait for and where to go on (aside.go); j.drain is the release that the answer has to wait
 // for (EP-3), usually nil.
 func (d *Device) execute(j *job) (next stage, w *hostWait) {
-	c := cmd{d: d, t: &d.tables, out: j.resp[abi.SizeResp:], overtaken: j.wasOvertaken, waited: j.waited}
+	c := cmd{d: d, t: &d.tables, out: j.resp[abi.SizeResp:], overtaken: j.wasOvertaken, waited: j.waited, job: j}
 	again := j.again
 	j.waited, j.again = nil, nil
 	err := c.dispatch(j.req, j.room, again)
@@ -80,6 +80,11 @@ func (d *Device) execute(j *job) (next stage, w *hostWait) {
 		c.n, c.drain, c.warming, c.clears = 0, nil, nil, false
 	}
 	j.respond(s, c.n)
+	if err == nil && len(c.touched) > 0 {
+		d.mu.Lock()
+		d.commandExecuted(j, c.touched)
+		d.mu.Unlock()
+	}
 	j.drain, j.cleared, j.clears = c.drain, c.cleared, c.clears
 	return stageWarm, c.warming
 }

@@ -19,13 +19,13 @@ import (
 )
 
 // The context of a device: all that the guest's driver and its peers know of it, so that another process can continue
-// it (CO-1). Save writes it while the command queue is stopped, as in a pause: no command is under way, the engines are
-// frozen, and guest memory does not change. Restore reads it into a new device with the same memory, whose engines are
-// frozen then; the command queue's start ends the pause.
+// it (CO-1). Save writes it while the command queue is stopped, as in a pause: no command is under way, the engines
+// are frozen, and guest memory does not change. Restore reads it into a new device with the same memory, whose
+// engines are frozen then; the command queue's start ends the pause.
 //
-// The context is a record (device/rdma/record). Each object is made again by the command that makes it, with its former
-// handle, and so passes the same checks and limits as a guest's command (CO-7); then its indices and states are set.
-// Guest memory stays as it is. What is not in the context, and how it comes back:
+// The context is a record (device/rdma/record). Each object is made again by the command that makes it, with its
+// former handle, and so passes the same checks and limits as a guest's command (CO-7); then its indices and states
+// are set. Guest memory stays as it is. What is not in the context, and how it comes back:
 //
 //	entries of on-demand regions   guest faults
 //	guest faults under way         raised again, with other tokens; late answers to the old ones have no effect
@@ -33,10 +33,7 @@ import (
 //	counters                       begin at 0
 
 const (
-	contextMagic   = "vnicd HCA context"
-	contextVersion = 2 // 2: connections that connection management made
-	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.
-	maxContext = 1 << 30
+	contextMagic = "vnicd HCA context"
 	// restoreTime bounds the wait for host memory while a device is restored.
 	restoreTime = 20 * time.Second
 )
@@ -101,22 +98,28 @@ func (d *Device) Restore(b []byte) (err error) {
 	if err := c.End(); err != nil {
 		return err
 	}
+	return d.resume(&x)
+}
+
+// resume makes the objects of x, and gives them their states.
+func (d *Device) resume(x *deviceContext) error {
 	ctx, cancel := context.WithTimeout(context.Background(), restoreTime)
 	defer cancel()
 	r := restorer{d: d, t: &d.tables, ctx: ctx}
-	if err := r.objects(&x); err != nil {
+	if err := r.objects(x); err != nil {
 		return err
 	}
-	if err := r.states(&x); err != nil {
+	if err := r.states(x); err != nil {
 		return err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.tables.numbered(&x)
+	d.tables.numbered(x)
 	d.generation.Store(x.generation)
 	d.position = x.position
 	d.data.paused.Store(d.tables.qps > 0)
 	d.PortChanged() // link and MTU may not be those that the driver has read
+	d.renewJournal()
 	d.log.Info("resumed the objects of the previous vnicd", "qps", d.tables.qps, "cqs", len(d.tables.cqs), "regions",
 		len(d.tables.mrs))
 	return nil
@@ -454,6 +457,7 @@ func (x *qpContext) put(q *qp) error {
 	}
 	q.failing = x.failing
 	q.unpostedCQEs = append(q.unpostedCQEs[:0], x.unposted...)
+	q.past = x.past
 	for side := range x.faults {
 		q.dev.faultCounts[q.index<<1|side] = x.faults[side]
 	}
@@ -474,37 +478,22 @@ func (x *deviceContext) take(d *Device) error {
 	t := &d.tables
 	x.generation, x.position = d.generation.Load(), d.position
 	x.lastPD, x.lastCQ, x.lastSRQ, x.lastWindowPD = t.lastPD, t.lastCQ, t.lastSRQ, t.lastWindowPD
-	for i, g := range d.data.gids.snap.Load().all {
-		if g.set {
-			x.gids = append(x.gids, gidContext{index: uint16(i), v1: g.v1, vlan: g.vlan, addr: g.addr})
+	for i := range d.data.gids.snap.Load().all {
+		if g, ok := d.takeGID(uint32(i)); ok {
+			x.gids = append(x.gids, g)
 		}
 	}
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
-			if t.dbHeld[e.id].release != nil {
-				x.bells = append(x.bells, bellContext{engine: uint32(e.id), pages: slices.Clone(e.db.pages[:])})
-			}
-		})
+		if b, ok := d.takeBells(e); ok {
+			x.bells = append(x.bells, b)
+		}
 	}
-	if a := d.data.ahs.Load(); a != nil {
-		x.ahs.entries = a.n
-		x.ahs.pages, _ = a.mem.Pages()
-	}
+	x.ahs = d.takeAHs()
 	x.pds = slices.Sorted(maps.Keys(t.pds))
 	for _, h := range slices.Concat(slices.Sorted(maps.Keys(t.mrs)), slices.Sorted(maps.Keys(t.mws))) {
-		k := keyContext{}
-		var err error
-		if k.state, err = d.data.vm.State(h); err != nil {
+		k, err := d.takeKey(h)
+		if err != nil {
 			return err
-		}
-		if !k.state.Dynamic {
-			reg, err := d.data.vm.Region(h)
-			if err != nil {
-				return err
-			}
-			for run := range reg.Pages {
-				k.runs = append(k.runs, run)
-			}
 		}
 		x.keys = append(x.keys, k)
 	}
@@ -512,21 +501,69 @@ func (x *deviceContext) take(d *Device) error {
 		x.cqs = append(x.cqs, takeCQ(d.data, t.cqs[n].q))
 	}
 	for _, n := range slices.Sorted(maps.Keys(t.srqs)) {
-		o := t.srqs[n]
-		x.srqs = append(x.srqs, srqContext{
-			n: n, pdn: o.pdn, maxSGE: uint32(o.q.maxSGE), limit: o.q.limit, ring: takeRing(&o.q.wr.ring),
-			indices: takeIndices(&o.q.wr), failed: o.q.failed.Load(), events: o.q.asyn.bits.Load(),
-		})
+		x.srqs = append(x.srqs, takeSRQ(t.srqs[n]))
 	}
 	x.takeQPs(d)
 	x.conns = d.data.conns.copy(d.data.engines[0].loop.Clock().Now())
+	x.groups = d.takeGroups()
+	return nil
+}
+
+// takeGID returns an entry of the GID table; false if it is not set.
+func (d *Device) takeGID(i uint32) (x gidContext, ok bool) {
+	if all := d.data.gids.snap.Load().all; int(i) < len(all) && all[i].set {
+		g := all[i]
+		return gidContext{index: uint16(i), v1: g.v1, vlan: g.vlan, addr: g.addr}, true
+	}
+	return x, false
+}
+
+// takeBells returns the doorbell area of an engine; false if it has none.
+func (d *Device) takeBells(e *engine) (x bellContext, ok bool) {
+	if d.tables.dbHeld[e.id].release == nil {
+		return x, false
+	}
+	e.loop.Visit(func() { x = bellContext{engine: uint32(e.id), pages: slices.Clone(e.db.pages[:])} })
+	return x, true
+}
+
+func (d *Device) takeAHs() (x ahContext) {
+	if a := d.data.ahs.Load(); a != nil {
+		x.entries = a.n
+		x.pages, _ = a.mem.Pages()
+	}
+	return x
+}
+
+// takeKey returns the state of a region or window, with the pages of a pinned region.
+func (d *Device) takeKey(handle uint32) (k keyContext, err error) {
+	if k.state, err = d.data.vm.State(handle); err != nil || k.state.Dynamic {
+		return k, err
+	}
+	reg, err := d.data.vm.Region(handle)
+	if err != nil {
+		return k, err
+	}
+	for run := range reg.Pages {
+		k.runs = append(k.runs, run)
+	}
+	return k, nil
+}
+
+// takeSRQ returns the state of a shared receive queue; where no QP uses it.
+func takeSRQ(o *srqObject) srqContext {
+	q := o.q
+	return srqContext{n: q.n, pdn: o.pdn, maxSGE: uint32(q.maxSGE), ring: takeRing(&q.wr.ring), srqState: q.state()}
+}
+
+func (d *Device) takeGroups() (out []groupContext) {
 	for gid, qs := range d.data.groups.Load().groups {
 		for _, q := range qs {
-			x.groups = append(x.groups, groupContext{gid: gid, qpn: q.n})
+			out = append(out, groupContext{gid: gid, qpn: q.n})
 		}
 	}
-	slices.SortStableFunc(x.groups, func(a, b groupContext) int { return cmp.Compare(string(a.gid[:]), string(b.gid[:])) })
-	return nil
+	slices.SortStableFunc(out, func(a, b groupContext) int { return cmp.Compare(string(a.gid[:]), string(b.gid[:])) })
+	return out
 }
 
 func takeCQ(d *dataSide, q *cq) cqContext {
@@ -545,12 +582,7 @@ func (x *deviceContext) takeQPs(d *Device) {
 		e.loop.Visit(func() {
 			for _, n := range numbers {
 				if o := t.qpList[n]; o.q.engine == e {
-					s := takeQP(o)
-					s.bells = uint32(o.bells.id)
-					if o.uses.srq != nil {
-						s.srq = o.uses.srq.q.n
-					}
-					states[n] = s
+					states[n] = takeQP(o)
 				}
 			}
 		})
@@ -566,8 +598,12 @@ func takeQP(o *qpObject) qpContext {
 	x := qpContext{
 		n: q.n, index: uint32(q.index), typ: uint32(q.typ), pdn: uint32(q.pd), scq: q.scq.n, rcq: q.rcq.n,
 		maxSendSGE: uint32(q.maxSendSGE), maxRecvSGE: uint32(q.maxRecvSGE), maxInline: uint32(q.maxInline),
-		windowPD: uint32(q.windowPD), engine: uint32(q.engine.id), sq: takeRing(&q.sq.ring), sqIndices: takeIndices(&q.sq),
-		patience: q.patience.Load(), failing: q.failing, events: q.asyn.bits.Load(), unposted: slices.Clone(q.unpostedCQEs),
+		windowPD: uint32(q.windowPD), engine: uint32(q.engine.id), bells: uint32(o.bells.id), sq: takeRing(&q.sq.ring),
+		qpState: q.state(),
+	}
+	x.unposted, x.past = slices.Clone(q.unpostedCQEs), slices.Clone(q.past)
+	if o.uses.srq != nil {
+		x.srq = o.uses.srq.q.n
 	}
 	for _, f := range []struct {
 		flag uint32
@@ -578,10 +614,7 @@ func takeQP(o *qpObject) qpContext {
 		}
 	}
 	if q.hasRQ {
-		x.rq, x.rqIndices = takeRing(&q.rq.ring), takeIndices(&q.rq)
-	}
-	for side := range x.faults {
-		x.faults[side] = q.dev.faultCounts[q.index<<1|side]
+		x.rq = takeRing(&q.rq.ring)
 	}
 	c := record.Writer().Of(contextVersion)
 	q.t.Context(c, q.engine.loop.Now(), nil)

@@ -46,14 +46,6 @@ type ahContext struct {
 	pages   []translate.PA
 }
 
-type keyContext struct {
-	state translate.KeyState
-	runs  []translate.PageRun
-}
-
-// window reports whether the key is a memory window.
-func (k *keyContext) window() bool { return k.state.Dynamic && k.state.Kind != translate.FastRegion }
-
 // ringContext describes a ring's memory; no pages: there is no ring.
 type ringContext struct {
 	length    uint64
@@ -61,12 +53,6 @@ type ringContext struct {
 	elemShift uint8
 	elems     uint32
 	pages     []translate.PA
-}
-
-// indicesContext are the indices of a workRing.
-type indicesContext struct {
-	next, done uint32
-	stale      bool
 }
 
 type cqContext struct {
@@ -81,12 +67,10 @@ type cqContext struct {
 }
 
 type srqContext struct {
-	n, pdn        uint32
-	maxSGE, limit uint32
-	ring          ringContext
-	indices       indicesContext
-	failed        bool
-	events        uint32
+	n, pdn uint32
+	maxSGE uint32
+	ring   ringContext
+	srqState
 }
 
 type qpContext struct {
@@ -96,14 +80,7 @@ type qpContext struct {
 	windowPD                          uint32
 	engine, bells                     uint32 // engines: the QP's, and that of its doorbell
 	sq, rq                            ringContext
-	sqIndices, rqIndices              indicesContext
-	patience                          uint32
-	failing                           bool
-	events                            uint32
-	faults                            [2]uint32 // number of guest faults of each side so far, for tokens
-	unposted                          []abi.WC
-	transport                         []byte // roce.QP.Context
-	version                           uint32 // of transport
+	qpState
 }
 
 // groupContext is the membership of a QP in a multicast group.
@@ -111,13 +88,6 @@ type groupContext struct {
 	gid [16]byte
 	qpn uint32
 }
-
-// Bounds of lists: what the limits of a device permit at most.
-const (
-	mostObjects = 1 << 24
-	mostPages   = abi.CmdMax / 8 // a command names no more
-	mostEntries = 1 << 32        // MTT entries of a region
-)
 
 // record describes all of it.
 func (x *deviceContext) record(c *record.Codec, d *Device) {
@@ -133,66 +103,49 @@ func (x *deviceContext) record(c *record.Codec, d *Device) {
 		record.Num(c, p)
 	}
 	record.Num(c, &x.position)
-	record.List(c, &x.gids, 1<<16, "GIDs", func(g *gidContext) {
-		record.Num(c, &g.index)
-		c.Bool(&g.v1)
-		record.Num(c, &g.vlan)
-		c.Fixed(g.addr[:])
-	})
-	record.List(c, &x.bells, len(d.data.engines), "doorbell areas", func(b *bellContext) {
-		record.Num(c, &b.engine)
-		recordPages(c, &b.pages)
-		if c.Reading() && len(b.pages) != abi.DoorbellPages {
-			c.Fail("doorbell area of %d pages, must be %d", len(b.pages), abi.DoorbellPages)
-		}
-	})
-	record.Num(c, &x.ahs.entries)
-	recordPages(c, &x.ahs.pages)
+	record.List(c, &x.gids, 1<<16, "GIDs", func(g *gidContext) { g.record(c) })
+	record.List(c, &x.bells, len(d.data.engines), "doorbell areas", func(b *bellContext) { b.record(c) })
+	x.ahs.record(c)
 	record.List(c, &x.pds, mostObjects, "protection domains", func(n *uint32) { record.Num(c, n) })
 	record.List(c, &x.keys, mostObjects, "keys", func(k *keyContext) { k.record(c) })
 	record.List(c, &x.cqs, mostObjects, "completion queues", func(q *cqContext) { q.record(c) })
 	record.List(c, &x.srqs, mostObjects, "shared receive queues", func(q *srqContext) { q.record(c) })
 	record.List(c, &x.qps, qpIndexes, "queue pairs", func(q *qpContext) { q.record(c) })
-	record.List(c, &x.groups, mostObjects, "members of multicast groups", func(g *groupContext) {
-		c.Fixed(g.gid[:])
-		record.Num(c, &g.qpn)
-	})
+	recordGroups(c, &x.groups)
 	if now := d.data.engines[0].loop.Clock().Now(); c.Since(2) {
 		record.List(c, &x.conns, mostObjects, "connections", func(n *cm.Conn) { n.Record(c, now) })
 	}
 }
 
-func recordPages(c *record.Codec, pages *[]translate.PA) {
-	record.List(c, pages, mostPages, "pages", func(pa *translate.PA) { record.Num(c, pa) })
+func (g *gidContext) record(c *record.Codec) {
+	record.Num(c, &g.index)
+	c.Bool(&g.v1)
+	record.Num(c, &g.vlan)
+	c.Fixed(g.addr[:])
 }
 
-func (k *keyContext) record(c *record.Codec) {
-	s := &k.state
-	record.Num(c, &s.Handle)
-	c.Bool(&s.Dynamic)
-	sp := &s.Spec
-	record.Num(c, &sp.PD)
-	record.Num(c, &sp.Access)
-	record.Num(c, &sp.Flags)
-	record.Num(c, &sp.PageShift)
-	record.Num(c, &sp.IOVA)
-	record.Num(c, &sp.Length)
-	record.Num(c, &sp.Offset)
-	record.Num(c, &sp.NPages)
-	if !s.Dynamic {
-		record.List(c, &k.runs, mostEntries, "runs of pages", func(r *translate.PageRun) {
-			record.Num(c, &r.N)
-			record.Num(c, &r.PA)
-		})
-		return
+func (b *bellContext) record(c *record.Codec) {
+	record.Num(c, &b.engine)
+	recordPages(c, &b.pages)
+	if c.Reading() && len(b.pages) != abi.DoorbellPages {
+		c.Fail("doorbell area of %d pages, must be %d", len(b.pages), abi.DoorbellPages)
 	}
-	record.Num(c, &s.Kind)
-	record.Num(c, &s.Capacity)
-	record.Num(c, &s.Key)
-	c.Bool(&s.Valid)
-	record.Num(c, &s.QP)
-	record.Num(c, &s.Base)
-	record.List(c, &s.Pages, translate.MaxFastPages, "pages", func(pa *translate.PA) { record.Num(c, pa) })
+}
+
+func (a *ahContext) record(c *record.Codec) {
+	record.Num(c, &a.entries)
+	recordPages(c, &a.pages)
+}
+
+func recordGroups(c *record.Codec, groups *[]groupContext) {
+	record.List(c, groups, mostObjects, "members of multicast groups", func(g *groupContext) {
+		c.Fixed(g.gid[:])
+		record.Num(c, &g.qpn)
+	})
+}
+
+func recordPages(c *record.Codec, pages *[]translate.PA) {
+	record.List(c, pages, mostPages, "pages", func(pa *translate.PA) { record.Num(c, pa) })
 }
 
 func takeRing(r *ring) ringContext {
@@ -216,19 +169,6 @@ func (x *ringContext) record(c *record.Codec) {
 	recordPages(c, &x.pages)
 }
 
-func takeIndices(w *workRing) indicesContext { return indicesContext{w.next, w.done, w.stale} }
-
-// put sets the indices of a new ring. What is posted is found by the next look at the producer index.
-func (x *indicesContext) put(w *workRing) {
-	w.next, w.done, w.have, w.stale = x.next&w.mask, x.done&w.mask, 0, x.stale
-}
-
-func (x *indicesContext) record(c *record.Codec) {
-	record.Num(c, &x.next)
-	record.Num(c, &x.done)
-	c.Bool(&x.stale)
-}
-
 func (x *cqContext) record(c *record.Codec) {
 	record.Num(c, &x.n)
 	x.ring.record(c)
@@ -247,9 +187,7 @@ func (x *srqContext) record(c *record.Codec) {
 	record.Num(c, &x.maxSGE)
 	record.Num(c, &x.limit)
 	x.ring.record(c)
-	x.indices.record(c)
-	c.Bool(&x.failed)
-	record.Num(c, &x.events)
+	x.recordRest(c)
 }
 
 func (x *qpContext) record(c *record.Codec) {
@@ -259,21 +197,5 @@ func (x *qpContext) record(c *record.Codec) {
 	}
 	x.sq.record(c)
 	x.rq.record(c)
-	x.sqIndices.record(c)
-	x.rqIndices.record(c)
-	record.Num(c, &x.patience)
-	c.Bool(&x.failing)
-	record.Num(c, &x.events)
-	record.Num(c, &x.faults[0])
-	record.Num(c, &x.faults[1])
-	record.List(c, &x.unposted, maxUnposted, "completions", func(w *abi.WC) {
-		var b [abi.SizeWC]byte
-		w.Encode(b[:])
-		c.Fixed(b[:])
-		if err := w.Decode(b[:]); c.Reading() && err != nil {
-			c.Fail("completion: %v", err)
-		}
-	})
-	c.Blob(&x.transport, maxContext, "bytes of transport state")
-	x.version = c.Written()
+	x.qpState.record(c)
 }

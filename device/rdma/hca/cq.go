@@ -29,6 +29,8 @@ type cq struct {
 	prod   uint32 // next element to write
 	cons   uint32 // the guest's consumer index when last read
 	wc     [abi.SizeWC]byte
+	seq    uint64         // journal.go
+	word   *atomic.Uint64 // in the journal; nil: there is none
 
 	failed atomic.Bool // overrun, or its memory is gone: no more CQEs are written
 
@@ -38,7 +40,7 @@ type cq struct {
 
 // newCQ makes a CQ whose ring is empty.
 func newCQ(d *dataSide, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq {
-	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq}
+	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq, seq: 1}
 	c.comp.init(n, nodeCompletion)
 	c.asyn.init(n, nodeCQ)
 	return c
@@ -59,6 +61,11 @@ func (c *cq) post(wc *abi.WC, solicited bool) {
 		c.mu.Lock()
 		defer c.mu.Unlock() // also when a vanished page unwinds this call
 	}
+	c.produce(wc, solicited)
+}
+
+// produce is post without the lock.
+func (c *cq) produce(wc *abi.WC, solicited bool) {
 	if c.failed.Load() {
 		return
 	}
@@ -73,6 +80,7 @@ func (c *cq) post(wc *abi.WC, solicited bool) {
 	}
 	wc.Encode(c.wc[:])
 	if m = c.r.mem.Write(c.r.at(c.prod), c.wc[:]); m.OK() {
+		point()
 		c.prod = (c.prod + 1) & c.r.mask
 		m = c.r.setIndex(abi.RingProducerOff, c.prod)
 	}
@@ -173,8 +181,9 @@ func (m *cqMove) fits(c *cq) error {
 }
 
 // continueMove moves the next completions, and replaces the ring once all are moved. Each call moves at least one and
-// they fit, so the number of calls is bounded, whatever is produced in between.
-func (c *cq) continueMove(m *cqMove) (done bool, err error) {
+// they fit, so the number of calls is bounded, whatever is produced in between. moved is called when the new ring is in
+// use, before anything is produced into it.
+func (c *cq) continueMove(m *cqMove, moved func()) (done bool, err error) {
 	if c.shared {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -204,5 +213,6 @@ func (c *cq) continueMove(m *cqMove) (done bool, err error) {
 		return false, &faultError{what: "moving completions to the new ring", miss: miss}
 	}
 	c.r, c.prod, c.cons = m.to, m.copied, 0
+	moved()
 	return true, nil
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/cm"
+	"github.com/vnicd/vnicd/device/rdma/journal"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -68,7 +69,8 @@ type dataSide struct {
 	numbers    []atomic.Pointer[qp] // the same, by the low bits of the QP number; the length is a power of two
 
 	// Set by loops, read by control.
-	broken     atomic.Bool // see stopped; a reset clears it
+	journal    atomic.Pointer[journal.Journal] // nil: none, or it is of no use any more
+	broken     atomic.Bool                     // see stopped; a reset clears it
 	cqFailures atomic.Uint64
 	meter      loop.Meter // the loops' time for this device
 	rejected   rejectCounts

@@ -55,6 +55,8 @@ type Config struct {
 	Account *translate.Account
 	// Work counts the processor time of the VM's commands, and delays them beyond their share; nil: neither.
 	Work *worktime.Account
+	// Journal keeps the state in a memory file, so that the device survives its process (CO-2). See virtio.Survivor.
+	Journal bool
 	// Version is shown to the driver (at most 23 bytes).
 	Version string
 	// Log may be nil.
@@ -86,6 +88,11 @@ type Device struct {
 	commands *commandLoop
 	closed   bool
 	position uint16 // of the command queue when it was stopped, also by the process that wrote the context
+	// Of a killed process, until the command queue starts.
+	pastQueue queueRecord
+	pastJobs  map[uint64]jobRecord
+
+	journal *controlJournal // nil: none; changes while no command runs, under mu
 
 	mu     sync.Mutex // guards the tables below; one command, reset or status query at a time
 	tables tables
@@ -281,6 +288,7 @@ func (d *Device) Disconnected() {
 	d.portListener.Store(nil)
 	d.teardown()
 	d.mu.Lock()
+	d.closeJournal()
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
 	for _, e := range d.data.engines {
@@ -374,6 +382,8 @@ func (d *Device) wipe() (lost bool) {
 	}
 	d.tables.reset(d)
 	d.data.broken.Store(false)
+	d.pastJobs = nil
+	d.wiped()
 	return lost
 }
 
@@ -404,16 +414,30 @@ func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	if q.Base() == 0 && d.position != 0 && d.wipe() {
 		d.log.Info("new driver: state of the previous one dropped")
 	}
-	c, err := d.startCommands(q)
+	past, err := d.reopen(q)
+	if err != nil {
+		// The driver resets the device when it sees the generation.
+		d.log.Error("commands of the killed vnicd are lost: the driver has to begin anew", "reason", err)
+		d.generation.Add(1)
+		d.wipe()
+		d.PortChanged()
+	}
+	d.queueStarts(q, past)
+	c, err := d.newCommands(q, past)
 	if err != nil {
 		return err
 	}
 	d.commands = c
-	for _, e := range d.data.engines {
-		if err := d.thaw(e); err != nil {
-			d.stopCommandQueue()
-			return fmt.Errorf("hca: engine %d: %w", e.id, err)
+	var failed error
+	for _, e := range d.data.engines { // before the first command, which needs them
+		if err := d.thaw(e); err != nil && failed == nil {
+			failed = fmt.Errorf("hca: engine %d: %w", e.id, err)
 		}
+	}
+	c.start()
+	if failed != nil {
+		d.stopCommandQueue()
+		return failed
 	}
 	d.setUp()
 	return nil
@@ -458,8 +482,13 @@ func (d *Device) stopCommandQueue() {
 	d.position = d.commands.q.Base()
 	d.commands = nil
 	for _, e := range d.data.engines {
+		_ = e.visit(func() { // a device whose memory is gone has stopped
+			e.settleNow()
+			e.freeze()
+		})
 		e.loop.Visit(e.freeze)
 	}
+	d.queueStopped(d.position)
 	d.mu.Lock()
 	d.data.paused.Store(d.tables.qps > 0)
 	d.mu.Unlock()

@@ -92,9 +92,10 @@ type engine struct {
 	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in
 	list    [abi.MaxFastReg]translate.PA
 
-	frozen        bool          // no driver: guest memory is not accessed
-	inboxFull     atomic.Uint64 // any thread
-	noticePending atomic.Bool   // any thread: a notice is on its way
+	journal       *engineJournal // nil: the device's state does not survive the process
+	frozen        bool           // no driver: guest memory is not accessed
+	inboxFull     atomic.Uint64  // any thread
+	noticePending atomic.Bool    // any thread: a notice is on its way
 	space         *translate.Space
 }
 
@@ -171,6 +172,9 @@ func (e *engine) Poll(now int64) bool {
 		return false
 	}
 	defer e.leave(t)
+	if e.journal != nil {
+		e.settle()
+	}
 	busy := false
 	if e.armed {
 		e.db.clear(e.onBellCleared) // a memory fault may have interrupted the last pass
@@ -200,6 +204,10 @@ func (e *engine) Poll(now int64) bool {
 		budget -= int(e.served()-before) + 1
 		busy = true
 	}
+	if j := e.journal; j != nil && len(j.outputs)+len(j.peers) > 0 {
+		e.commitPeers()
+		e.settle()
+	}
 	e.db.clear(e.onBellCleared)
 	return busy
 }
@@ -216,7 +224,7 @@ func (e *engine) Prepare() bool {
 		return false // queued work waits for thaw or teardown
 	}
 	defer e.leave(t)
-	if e.first != nil || e.dev.cqFailures.Load() != e.cqSeen {
+	if e.first != nil || e.dev.cqFailures.Load() != e.cqSeen || e.journal != nil && e.journal.pending() {
 		return true
 	}
 	if !e.armed {
@@ -240,6 +248,9 @@ func (e *engine) Resume() {
 // freeze keeps the engine off guest memory: the front end has stopped the command queue, so
 // the VM is paused (its memory must not change) or the driver is gone (its memory is reused soon).
 func (e *engine) freeze() {
+	if e.frozen {
+		return
+	}
 	e.frozen = true
 	for i := range e.dev.qps {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
@@ -261,6 +272,7 @@ func (e *engine) thaw() {
 	defer e.leave(t)
 	for i := range e.dev.qps {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+			e.touch(q)
 			q.t.Thaw(e.loop.Now())
 			q.t.Timer(e.loop.Now())
 			e.schedule(q)
@@ -357,6 +369,7 @@ func (e *engine) disconnect() {
 		if q != nil && q.engine == e && (q.typ == roce.RC || q.typ == roce.UC) && q.t.State() >= roce.RTR &&
 			q.t.State() != roce.Err {
 			q.dev.warn("queue pair failed", "qp", q.n, "reason", "the VM is quarantined")
+			e.touch(q)
 			q.toErr(e.loop.Now())
 		}
 	}

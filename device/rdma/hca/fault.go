@@ -148,6 +148,7 @@ func (s *faultWaiter) onAnswer(bits uint32) {
 	if q.closed {
 		return
 	}
+	q.engine.touch(q)
 	ok := true
 	waits, queue := q.t.Waits(s.side)
 	if bits&(answerGuest|answerGuestFailed) != 0 {
@@ -169,7 +170,7 @@ func (s *faultWaiter) onAnswer(bits uint32) {
 			q.postUnposted()
 		}
 	}
-	if s.side == roce.Requester && !q.publishSend() {
+	if s.side == roce.Requester && !q.Journaled() && !q.publishSend() { // the journal's show publishes
 		return // raised again
 	}
 	s.resume(ok)

@@ -25,7 +25,12 @@ import (
 // both ways.
 var LocalPath bool
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(ways.Tests{M: m, Local: &LocalPath}) }
+// Journaled tells whether devices keep journals. All tests run with and without.
+var Journaled bool
+
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(ways.Tests{M: m, Local: &LocalPath, Journal: &Journaled})
+}
 
 // world is a set of guests whose frames reach each other, on loops that the test
 // steps by hand: only steps run code, and time stands still unless
@@ -108,8 +113,8 @@ func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 func (w *world) newGuest(id byte, lim Limits) *guest {
 	w.tb.Helper()
 	d, err := New(Config{Name: "g" + string('0'+rune(id)), MAC: [6]byte{2, 0, 0, 0, 0, id}, Loops: w.loops, Pool: w.pool,
-		Limits: lim,
-		MTU:    func() int { return 4096 + mtuOverhead }})
+		Limits: lim, Journal: Journaled,
+		MTU: func() int { return 4096 + mtuOverhead }})
 	if err != nil {
 		w.tb.Fatal(err)
 	}
@@ -245,6 +250,9 @@ func (g *guest) connect() {
 		}
 	}
 	g.Connected(fakeConn{g})
+	if _, err := g.Journal(); err != nil {
+		g.tb.Fatal(err)
+	}
 	g.up.Store(true)
 	g.setUpDriver()
 }

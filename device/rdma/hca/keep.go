@@ -82,6 +82,7 @@ func (e *engine) keepFrame() *frame.Buf {
 // inside an epoch.
 func (q *qp) redeliver() {
 	e := q.engine
+	e.touch(q)
 	for len(q.kept) > 0 && !q.closed {
 		p := &e.packet
 		if b := q.kept[0]; wire.ParseRoCE(b.Bytes(), b.Layout(), p) == nil { // it parsed before

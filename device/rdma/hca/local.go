@@ -3,6 +3,8 @@
 package hca
 
 import (
+	"slices"
+
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
@@ -94,6 +96,10 @@ func (q *qp) Peer() (*roce.QP, uint64) {
 		return nil, 0
 	}
 	e.local = localTurn{q: q, peer: p.engine, token: tok, held: true}
+	if j := e.journal; j != nil && !slices.Contains(j.peers, p.engine) {
+		j.peers = append(j.peers, p.engine)
+	}
+	p.engine.touch(p)
 	if e.first == nil && !e.loop.Shared() {
 		return p.t, localSliceAlone
 	}

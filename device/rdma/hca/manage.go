@@ -20,6 +20,7 @@ import (
 // Manage implements roce.Adapter.
 func (q *qp) Manage(w *roce.WQE) (translate.Outcome, translate.Miss) {
 	vm, slot, m := q.dev.vm, q.engine.loop.ID(), &w.Manage
+	q.engine.touchKey(m.Key)
 	switch w.Opcode {
 	case roce.WRLocalInv:
 		return vm.Invalidate(slot, q.pd, m.Key), translate.Miss{}
@@ -57,6 +58,7 @@ func (q *qp) register(m *roce.Manage) (translate.Outcome, translate.Miss) {
 
 // InvalidateRemote implements roce.Adapter.
 func (q *qp) InvalidateRemote(key translate.Key) translate.Outcome {
+	q.engine.touchKey(key)
 	out := q.dev.vm.InvalidateRemote(q.engine.loop.ID(), q.pd, q.windowPD, key)
 	// If the packet cannot be kept it is dropped; its retransmission finds the memory unused.
 	if out == translate.Again && q.keepThis() {

@@ -63,10 +63,12 @@ func (q *qp) leaveEngine() {
 
 // joinEngine assigns q to an engine and puts it back into the tables of QPs; on that engine's loop.
 func (q *qp) joinEngine(e *engine) {
-	q.engine, q.localRoute = e, localRoute{}
+	q.engine, q.localRoute, q.touched = e, localRoute{}, false
 	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption(), loop.Metered(&e.dev.meter))
 	e.qps++
 	q.dev.publish(q)
 	q.t.Moved(e.loop.Now(), &e.stats)
 	e.schedule(q)
+	e.touch(q)
+	e.settleNow()
 }

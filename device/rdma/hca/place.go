@@ -82,7 +82,12 @@ func (c *cmd) colocate(o *qpObject) {
 // frames that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(o *qpObject, to *engine) {
 	q, from, hidden := o.q, o.q.engine, false
-	from.loop.Visit(func() { hidden = q.hide() })
+	from.loop.Visit(func() {
+		if hidden = q.hide(); hidden { // an engine's new log does not have it meanwhile
+			from.settleNow()
+			c.effect(func(j *controlJournal) { j.addQP(o) })
+		}
+	})
 	if !hidden {
 		return
 	}

@@ -59,7 +59,9 @@ type qp struct {
 	patience atomic.Uint32                // RC: wire.Patience of the peer as connection management shows it
 	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
-	scheduled bool // on the engine's run list
+	touched   bool         // in engineJournal.touched
+	past      []pastAtomic // executed by the previous process
+	scheduled bool         // on the engine's run list
 	next      *qp
 	running   bool // within Run: the SQ's consumer index is written when it ends
 	failing   bool // enters the error state at the next turn
@@ -88,6 +90,7 @@ var _ roce.Adapter = (*qp)(nil)
 
 // run runs the transport for one turn. True: it has more work.
 func (q *qp) run(now int64, budget int) bool {
+	q.engine.touch(q)
 	if q.failing {
 		q.toErr(now)
 	}
@@ -99,7 +102,10 @@ func (q *qp) run(now int64, budget int) bool {
 	q.running = true
 	more := q.t.Run(now, budget)
 	q.running = false
-	q.publishSend()
+	if q.engine.journal == nil {
+		q.publishSend()
+		q.publishRecv()
+	}
 	return more || waits
 }
 
@@ -171,7 +177,8 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 	if quiet && q.running {
 		return // at the end of the turn, or with the next completion
 	}
-	there := q.publishSend()
+	journaled := q.engine.journal != nil // the index moves after the commit
+	there := journaled || q.publishSend()
 	if quiet {
 		return
 	}
@@ -186,7 +193,9 @@ func (q *qp) CompleteSend(w *roce.WQE, c *roce.Completion) {
 	q.postSend(&q.wc)
 }
 
-func (q *qp) postSend(wc *abi.WC) { q.scq.post(wc, wc.Status != uint32(roce.StatusSuccess)) }
+func (q *qp) postSend(wc *abi.WC) {
+	q.complete(q.scq, wc, wc.Status != uint32(roce.StatusSuccess), true)
+}
 
 // publishSend writes the SQ's consumer index, if it is stale, and then the completions that
 // waited for it. False: its page is absent, and a fault was raised.
@@ -228,7 +237,8 @@ func vendorErr(s roce.Status) uint32 {
 // FetchRecv implements roce.Adapter.
 func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 	if q.srq != nil {
-		f, m := q.srq.fetch(w)
+		q.engine.touchSRQ(q.srq)
+		f, m := q.srq.fetch(w, q.Journaled())
 		if f == roce.FetchFault {
 			return q.ringFault(roce.Responder, m)
 		}
@@ -249,7 +259,7 @@ func (q *qp) FetchRecv(w *roce.RecvWQE) roce.Fetch {
 			return roce.FetchEmpty
 		}
 	}
-	f, m := fetchRecv(&q.rq, q.scratch, q.maxRecvSGE, w)
+	f, m := fetchRecv(&q.rq, q.scratch, q.maxRecvSGE, w, q.Journaled())
 	if !m.OK() {
 		return q.ringMiss(roce.Responder, "receive queue", m)
 	}
@@ -269,7 +279,7 @@ func (q *qp) CompleteRecv(w *roce.RecvWQE, c *roce.Completion) {
 		q.wc.Flags |= abi.WCFlagsInvalidate
 		le.PutUint32(q.wc.Ex[:], uint32(c.InvKey))
 	}
-	q.rcq.post(&q.wc, c.Solicited || c.Status != roce.StatusSuccess)
+	q.complete(q.rcq, &q.wc, c.Solicited || c.Status != roce.StatusSuccess, false)
 }
 
 // wcSL is the service level of a receive completion. RoCE has none (IBTA A16.4), but
@@ -413,6 +423,11 @@ func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, 
 	if !m.OK() {
 		return 0, m
 	}
+	switch {
+	case op == roce.AtomicWrite: // may be repeated
+	case q.Journaled():
+		return q.loggedAtomic(p, key, va, op, compare, swapAdd), m
+	}
 	switch op {
 	case roce.AtomicCompareSwap:
 		return translate.CompareSwap(p, compare, swapAdd), m
@@ -465,6 +480,7 @@ func (q *qp) onTimer(now int64) {
 		q.engine.schedule(q)
 	}
 	q.deadline = 0
+	q.engine.touch(q)
 	q.engine.current = q
 	q.t.Timer(now) // arms the timer again if a deadline remains
 	q.engine.current = nil
@@ -489,6 +505,7 @@ func (q *qp) Event(k roce.EventKind) {
 // close destroys the QP; loop only. Afterwards no loop finds it, and this loop has no reference to it.
 func (q *qp) close() {
 	q.dev.withdraw(q)
+	q.engine.settleNow() // while it may use its queues
 	q.closed = true
 	q.dropKept(len(q.kept))
 	q.t.Close()
@@ -565,8 +582,12 @@ func (q *qp) adoptIndices() error {
 
 // modify changes attributes; on the QP's engine.
 func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
+	q.engine.touch(q)
 	err := q.t.Modify(q.engine.loop.Now(), a, mask)
 	if err == nil {
+		if mask&roce.MaskState != 0 && a.State == roce.Reset {
+			q.past = nil
+		}
 		q.attributesChanged(mask)
 	}
 	return err
@@ -574,6 +595,7 @@ func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 
 // discard empties the work queues (IBTA 10.3.1: RESET drops what was posted).
 func (q *qp) discard() error {
+	q.engine.touch(q)
 	q.failing, q.draining = false, false
 	q.dropKept(len(q.kept))
 	if m := q.sq.discard(); !m.OK() {

@@ -168,6 +168,7 @@ func (e *engine) receiveOn(q *qp, p *wire.RoCE) {
 		}
 		return
 	}
+	e.touch(q)
 	e.current = q
 	q.t.Receive(e.loop.Now(), p)
 	e.current = nil

@@ -21,8 +21,9 @@ type srq struct {
 	limit   uint32 // 0: disarmed (IBTA 10.2.9)
 	scratch []byte
 
-	failed atomic.Bool
-	asyn   eventNode
+	failed  atomic.Bool
+	touched bool // in engineJournal.srqs
+	asyn    eventNode
 }
 
 func newSRQ(d *dataSide, n uint32, maxSGE int, limit uint32, r ring) *srq {
@@ -33,8 +34,8 @@ func newSRQ(d *dataSide, n uint32, maxSGE int, limit uint32, r ring) *srq {
 }
 
 // fetch takes the next receive request. FetchFault comes with the miss that the QP
-// has to wait for.
-func (s *srq) fetch(w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
+// has to wait for. later: see fetchRecv.
+func (s *srq) fetch(w *roce.RecvWQE, later bool) (roce.Fetch, translate.Miss) {
 	if s.failed.Load() {
 		return roce.FetchEmpty, translate.Miss{}
 	}
@@ -49,7 +50,7 @@ func (s *srq) fetch(w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
 			return roce.FetchEmpty, m
 		}
 	}
-	f, m := fetchRecv(&s.wr, s.scratch, s.maxSGE, w)
+	f, m := fetchRecv(&s.wr, s.scratch, s.maxSGE, w, later)
 	switch {
 	case m.Fault():
 		return roce.FetchFault, m

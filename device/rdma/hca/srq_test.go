@@ -202,7 +202,7 @@ func TestResizeCQInParts(t *testing.T) {
 	}
 	calls := 0
 	for done := false; !done && err == nil; calls++ {
-		if done, err = q.continueMove(&m); calls == 1 {
+		if done, err = q.continueMove(&m, func() {}); calls == 1 {
 			for range 3000 {
 				q.post(&abi.WC{}, false)
 			}

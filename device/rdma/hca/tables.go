@@ -30,6 +30,7 @@ type cqObject struct {
 	ring  held
 	arm   held
 	cost  cost
+	word  int // in the journal, if there is one
 }
 
 // drop ends what a CQ that no QP uses holds, and credits it.
@@ -272,6 +273,9 @@ type cmd struct {
 	overtaken func(region uint32) bool
 
 	as *identity // the object to make again (context.go); nil: a new one
+
+	job     *job     // nil: a command that is replayed
+	touched []object // what the command has made, changed or destroyed (journal_control.go)
 }
 
 // identity is what a new object gets from the tables, and one that is made again has already.

@@ -206,8 +206,8 @@ func decodeRecv(raw []byte, maxSGE int, w *roce.RecvWQE) (tail int, ok bool) {
 
 // fetchRecv fetches the element at wr.next of a receive ring: it copies the element in and
 // returns it to the guest at once, valid or not. On a miss nothing has changed:
-// the page of the consumer index is checked before the element is fetched.
-func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.Fetch, translate.Miss) {
+// the page of the consumer index is checked before the element is fetched. later: the caller publishes that index.
+func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE, later bool) (roce.Fetch, translate.Miss) {
 	cons, m := wr.mem.Uint32(abi.RingConsumerOff)
 	if !m.OK() {
 		return roce.FetchFault, m
@@ -231,7 +231,9 @@ func fetchRecv(wr *workRing, scratch []byte, maxSGE int, w *roce.RecvWQE) (roce.
 	}
 	wr.consume()
 	wr.release()
-	cons.Store(wr.done)
-	wr.stale = false
+	if !later {
+		cons.Store(wr.done)
+		wr.stale = false
+	}
 	return res, translate.Miss{}
 }

@@ -184,7 +184,8 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 }
 
 // requestsInFlight returns the ends of READs and atomics in flight, oldest first.
-func (r *requester) requestsInFlight() (ends []uint64) {
+func (r *requester) requestsInFlight() []uint64 {
+	ends := r.endsCopy[:0]
 	for i := r.readHead; i != r.readTail; i++ {
 		ends = append(ends, r.readEnds[i&uint32(len(r.readEnds)-1)])
 	}

@@ -42,22 +42,23 @@ type node struct {
 	q       *QP
 	regions map[translate.Key]*region
 
-	sq       []WQE
-	rq       []RecvWQE
-	rqNext   int
-	sends    []cqe // all send completions, unsignalled ones too
-	recvs    []cqe
-	events   []EventKind
-	run      bool
-	timer    int64
-	inCall   bool
-	noBufs   int                                  // the next noBufs calls of GetBuf fail
-	fault    func(what string) translate.MissKind // injected misses
-	recvMiss func() Fetch                         // injected FetchRecv results
-	bad      map[uint32]Status                    // send WQEs that FetchSend finds bad
-	manage   func(w *WQE) translate.Outcome       // memory management requests
-	invalid  []translate.Key                      // keys invalidated by the peer
-	onTx     func(p *wire.RoCE, frame []byte) (drop bool)
+	sq        []WQE
+	rq        []RecvWQE
+	rqNext    int
+	sends     []cqe // all send completions, unsignalled ones too
+	recvs     []cqe
+	events    []EventKind
+	run       bool
+	journaled bool // see Adapter.Journaled
+	timer     int64
+	inCall    bool
+	noBufs    int                                  // the next noBufs calls of GetBuf fail
+	fault     func(what string) translate.MissKind // injected misses
+	recvMiss  func() Fetch                         // injected FetchRecv results
+	bad       map[uint32]Status                    // send WQEs that FetchSend finds bad
+	manage    func(w *WQE) translate.Outcome       // memory management requests
+	invalid   []translate.Key                      // keys invalidated by the peer
+	onTx      func(p *wire.RoCE, frame []byte) (drop bool)
 	pager
 	// What connection management says of its peer: that it retries RNR NAKs for ever, or anything.
 	waits    bool

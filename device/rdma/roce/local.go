@@ -63,6 +63,9 @@ func (q *QP) expectsLocal(psn uint64) bool {
 
 // localRC takes a step of slot cur of an RC QP. left is the number of bytes that this Run may still copy.
 func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
+	if s.info.kind.needsResponse() && q.link.Journaled() {
+		return localFrame
+	}
 	if q.req.nxt != q.req.una || q.req.sent != q.req.una {
 		// Packets are in flight. They are resent, or an acknowledgement is requested, as frames.
 		if q.req.nxt < q.req.sent || q.req.sinceAckReq > 0 {

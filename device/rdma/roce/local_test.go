@@ -18,6 +18,8 @@ const (
 func (m localMode) String() string { return [...]string{"frames", "local", "mixed"}[m] }
 
 // Peer implements Adapter.
+func (n *node) Journaled() bool { return n.journaled }
+
 func (n *node) Peer() (*QP, uint64) {
 	if n.f.local == framesOnly || n.f.local == localMixed && n.f.rng.Intn(3) == 0 {
 		return nil, 0

@@ -28,6 +28,7 @@ type requester struct {
 	// most readChunk packets, so that a long READ cannot flood the path. A repeated part keeps its original limits.
 	readEnds           []uint64 // ring; the length is a power of two
 	readHead, readTail uint32
+	endsCopy           []uint64 // room for a copy of them
 
 	sinceAckReq uint32 // packets sent since the last AckReq
 	patience    wire.Patience
@@ -89,6 +90,7 @@ func (r *requester) allocate(cfg *Config) {
 	}
 	if cfg.Type == RC {
 		r.readEnds = make([]uint64, 1<<ceilLog2(cfg.MaxRdAtomic))
+		r.endsCopy = make([]uint64, 0, len(r.readEnds))
 	}
 }
 
@@ -102,7 +104,7 @@ func ceilLog2(n int) int {
 
 // reset returns to the state of a new QP and keeps the rings.
 func (r *requester) reset() {
-	*r = requester{slots: r.slots, readEnds: r.readEnds}
+	*r = requester{slots: r.slots, readEnds: r.readEnds, endsCopy: r.endsCopy}
 	r.start(0)
 }
 

@@ -110,6 +110,9 @@ func (r *responder) reset(link Link) {
 	r.start(0)
 }
 
+// Expected returns the PSN that the responder expects, extended to 64 bits: it never returns to an earlier value.
+func (q *QP) Expected() uint64 { return q.resp.epsn }
+
 // start sets the first expected PSN.
 func (r *responder) start(psn uint32) {
 	r.epsn = psnBase + uint64(psn)

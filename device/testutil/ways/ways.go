@@ -1,9 +1,9 @@
 // Package ways selects the settings with which tests run. By default each rig has the engines that its test requests,
 // and packages that use Tests run once with frames and once with the local path. The environment variable VNICD_WAYS
 // forces settings:
-// them:
 //
-//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false"
+//	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false
+//	            journal=true"
 //
 // Settings not named keep their defaults. `make test-ways` runs a set in which every pair of settings occurs.
 package ways
@@ -27,6 +27,7 @@ type settings struct {
 	spin                     *time.Duration
 	local, segmentation, ecn *bool
 	short, selective         *bool
+	journal                  *bool
 }
 
 var forced = must(parse(os.Getenv(Env)))
@@ -59,6 +60,8 @@ func parse(text string) (s settings, err error) {
 			s.short, err = take(strconv.ParseBool(value))
 		case "selective-repeat":
 			s.selective, err = take(strconv.ParseBool(value))
+		case "journal":
+			s.journal, err = take(strconv.ParseBool(value))
 		default:
 			err = fmt.Errorf("no setting %q", key)
 		}
@@ -99,7 +102,8 @@ func ShortPath() bool { return or(forced.short, true) }
 // LocalCopy reports whether RDMA between VMs of one host is copied from memory to memory.
 func LocalCopy() bool { return or(forced.local, true) }
 
-// Config returns lines for a daemon's configuration file with the forced settings, except those that text has already.
+// Config returns lines for a daemon's configuration file with the forced settings, except those that text has
+// already.
 func Config(text string) string {
 	var b strings.Builder
 	add := func(key string, value any) {
@@ -119,6 +123,9 @@ func Config(text string) string {
 	if forced.short != nil {
 		add("short-path", *forced.short)
 	}
+	if forced.journal != nil {
+		add("journal", *forced.journal)
+	}
 	var debug []string
 	for _, f := range []struct {
 		key   string
@@ -134,16 +141,20 @@ func Config(text string) string {
 	return b.String()
 }
 
-// Tests is a testing.M for goleak.VerifyTestMain. It runs the tests with frames and once more with the local path.
-// Benchmarks and fuzzing run once.
+// Tests is a testing.M for goleak.VerifyTestMain. It runs the tests with frames, once more with the local path, and
+// then with journals. Benchmarks and fuzzing run once.
 type Tests struct {
-	M     *testing.M
-	Local *bool // whether the tests' devices may copy instead of sending frames
+	M       *testing.M
+	Local   *bool // whether the tests' devices may copy instead of sending frames
+	Journal *bool // whether they keep a journal; nil: they cannot
 }
 
 // Run runs the tests and returns the exit status of the worse run.
 func (t Tests) Run() int {
 	*t.Local = or(forced.local, *t.Local)
+	if t.Journal != nil {
+		*t.Journal = or(forced.journal, *t.Journal)
+	}
 	code := t.M.Run()
 	once := forced.local != nil
 	for _, f := range []string{"test.bench", "test.fuzz"} {
@@ -154,5 +165,10 @@ func (t Tests) Run() int {
 	}
 	fmt.Println("running again with the local path")
 	*t.Local = true
+	if code = max(code, t.M.Run()); t.Journal == nil || forced.journal != nil {
+		return code
+	}
+	fmt.Println("running again with journals")
+	*t.Journal = true
 	return max(code, t.M.Run())
 }

@@ -1,0 +1,371 @@
+package hca
+
+import (
+	"bytes"
+	"encoding/binary"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/translate"
+)
+
+var everyCrash = flag.Bool("every-crash", false, "TestCrash ends the process at every point instead of a sample")
+
+// corpse is what is left of a device that ended at a point: guest memory and the journal file.
+type corpse struct {
+	mem     []byte
+	journal int
+}
+
+// remains copies what a process leaves that ends now.
+func (g *guest) remains() corpse {
+	g.tb.Helper()
+	from := g.Device.journal.file.FD()
+	var st unix.Stat_t
+	fd, err := unix.MemfdCreate("journal", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err == nil {
+		err = unix.Fstat(from, &st)
+	}
+	if err == nil {
+		err = unix.Ftruncate(fd, st.Size)
+	}
+	b := make([]byte, st.Size)
+	if err == nil {
+		_, err = unix.Pread(from, b, 0)
+	}
+	if err == nil {
+		_, err = unix.Pwrite(fd, b, 0)
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
+	}
+	if err != nil {
+		g.tb.Fatal(err)
+	}
+	return corpse{bytes.Clone(g.mem[:g.next-memBase]), fd}
+}
+
+// replace ends g's device without a trace, gives the guest the memory of c, and lets a new device revive it. The test
+// goes on with g.
+func (g *guest) replace(c corpse) {
+	g.tb.Helper()
+	g.replaceStopped(c)
+	g.up.Store(true)
+	g.paused.Store(false)
+	for _, e := range g.engines {
+		if err := g.thaw(e); err != nil {
+			g.tb.Fatal(err)
+		}
+	}
+}
+
+// replaceStopped is replace; the new device's command queue has to be started.
+func (g *guest) replaceStopped(c corpse) {
+	g.tb.Helper()
+	g.Disconnected()
+	g.Close()
+	copy(g.mem, c.mem)
+	d, err := New(g.cfg)
+	if err != nil {
+		g.tb.Fatal(err)
+	}
+	g.Device, g.dataSide, g.space = d, d.data, translate.NewSpace(1)
+	if err := g.space.Map(memBase, g.mem); err != nil {
+		g.tb.Fatal(err)
+	}
+	g.Connected(fakeConn{g})
+	if err := g.Revive(c.journal); err != nil {
+		g.tb.Fatal(err)
+	}
+	if _, err := g.Journal(); err != nil {
+		g.tb.Fatal(err)
+	}
+	_ = unix.Close(c.journal)
+	g.port.SetHCA(d.HCAFace())
+	g.SetPort(framePort(g.w.carry))
+	if LocalPath && g.w.lose == nil {
+		g.SetPort(&shortcut{g.port, g.w})
+	}
+}
+
+// endAt has f called at each point, until stop.
+func endAt(f func()) (stop func()) {
+	atStore.Store(&f)
+	return func() { atStore.Store(nil) }
+}
+
+// crash is a program on two guests, of which the devices of victims end at a point, and others go on.
+type crash struct {
+	t       testing.TB
+	w       *world
+	a, b    *tqp
+	op      uint32
+	victims []*guest
+	at      int // the point
+	points  int // passed
+	poll    bool
+	left    []corpse
+
+	n            int // messages
+	signalEvery  int
+	size         int
+	src, dst     translate.PA // of a and b, n slots of slotSize
+	lkey, rkey   uint32
+	posted       int
+	ready        int // receives posted
+	sent, gotten []abi.WC
+}
+
+const (
+	crashSlot = 8192
+	crashMTU  = 1024
+)
+
+func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at int) *crash {
+	before := LocalPath
+	LocalPath = local
+	defer func() { LocalPath = before }()
+	w := newWorld(t, 1, 2, Limits{})
+	for _, g := range w.guests {
+		g.cfg.Journal = true
+		if _, err := g.Journal(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := &crash{t: t, w: w, op: op, at: at, n: 12, signalEvery: 1, size: 3*crashMTU - 100, poll: at%2 == 0}
+	ga, gb := w.guests[0], w.guests[1]
+	for _, v := range victims {
+		c.victims = append(c.victims, w.guests[v-'a'])
+	}
+	c.a = ga.qp(qpSpec{pd: ga.pd(), elems: 8, scq: ga.cq(8)})
+	spec := qpSpec{pd: gb.pd(), elems: 4, scq: gb.cq(8)} // its queues are used several times
+	if srq {
+		n, ring := gb.srq(spec.pd, 4, 0)
+		spec.flags, spec.srq = abi.QPHasSRQ, n
+		c.b = gb.qp(spec)
+		c.b.rq = *ring
+	} else {
+		c.b = gb.qp(spec)
+	}
+	c.a.connectRC(c.b)
+	c.b.connectRC(c.a)
+	c.src, c.dst = ga.alloc(c.n*crashSlot), gb.alloc(c.n*crashSlot)
+	c.lkey = ga.mr(1, c.src, c.n*crashSlot, abi.AccessLocalWrite)
+	c.rkey = gb.mr(1, c.dst, c.n*crashSlot, abi.AccessLocalWrite|remoteAll)
+	if c.atomic() {
+		c.size = 8
+	}
+	for i := range c.n {
+		if op == abi.WRRDMARead {
+			fill(gb.at(c.dst+translate.PA(i*crashSlot), c.size), byte(i+1))
+		} else if !c.atomic() {
+			fill(ga.at(c.src+translate.PA(i*crashSlot), c.size), byte(i+1))
+		}
+	}
+	c.postRecvs()
+	return c
+}
+
+func (c *crash) atomic() bool {
+	return c.op == abi.WRAtomicFetchAndAdd || c.op == abi.WRAtomicCmpAndSwp
+}
+func (c *crash) receives() bool {
+	return c.op == abi.WRSend || c.op == abi.WRRDMAWriteWithImm || c.op == abi.WRSendWithImm
+}
+
+// postNext posts the next request if the queue has room.
+func (c *crash) postNext() {
+	if c.posted == c.n || full(&c.a.sq) {
+		return
+	}
+	i := c.posted
+	flags := uint32(0)
+	if (i+1)%c.signalEvery == 0 || i == c.n-1 {
+		flags = abi.SendSignaled
+	}
+	s := c.a.wqe()
+	s.SetRequest(uint64(i), c.op, flags)
+	remote := uint64(c.dst) + uint64(i*crashSlot)
+	switch c.op {
+	case abi.WRAtomicFetchAndAdd:
+		s.SetAtomic(uint64(c.dst), c.rkey, 1, 0)
+	case abi.WRAtomicCmpAndSwp:
+		s.SetAtomic(uint64(c.dst), c.rkey, uint64(i), uint64(i+1))
+	case abi.WRSend:
+	default:
+		s.SetRDMA(remote, c.rkey)
+	}
+	s.SetSGEs([]abi.SGE{{Addr: uint64(c.src) + uint64(i*crashSlot), Length: uint32(c.size), LKey: c.lkey}})
+	c.posted++
+	c.a.post()
+}
+
+// postRecvs fills the receive queue.
+func (c *crash) postRecvs() {
+	for ; c.receives() && c.ready < c.n && !full(&c.b.rq); c.ready++ {
+		at := uint64(c.dst) + uint64(c.ready*crashSlot)
+		c.b.recv(uint64(1000+c.ready), abi.SGE{Addr: at, Length: crashSlot, LKey: c.rkey})
+	}
+}
+
+func full(r *tring) bool { return (r.prod().Load()+1)&(r.desc.NumElems-1) == r.cons().Load() }
+
+// program is what the programs in the guests do at any time: they poll, and post the next requests.
+func (c *crash) program() {
+	c.postRecvs()
+	c.sent = append(c.sent, c.a.scq.poll()...)
+	c.gotten = append(c.gotten, c.b.rcq.poll()...)
+	c.postNext()
+}
+
+// point is called at each point. At the chosen one the victims end: the guests and the network go on from what there
+// is, and what the victims still do is undone afterwards.
+func (c *crash) point() {
+	if c.points++; c.points != c.at {
+		return
+	}
+	if c.poll {
+		c.program()
+	}
+	for _, g := range c.victims {
+		c.left = append(c.left, g.remains())
+	}
+	lose := c.w.lose
+	c.w.lose = func(f []byte) bool {
+		for _, g := range c.victims {
+			if [6]byte(f[6:12]) == g.cfg.MAC || [6]byte(f[:6]) == g.cfg.MAC {
+				return true
+			}
+		}
+		return lose != nil && lose(f)
+	}
+}
+
+// run runs the program to its end, and reports whether the point was reached.
+func (c *crash) run() bool {
+	c.t.Helper()
+	stop := endAt(c.point)
+	defer stop()
+	c.w.until(fmt.Sprintf("the program: %d sent, %d received", len(c.sent), len(c.gotten)), func() bool {
+		if c.left != nil {
+			stop()
+			c.w.lose = nil
+			for i, g := range c.victims {
+				g.replace(c.left[i])
+			}
+			c.left = nil
+		}
+		c.program()
+		return c.done()
+	})
+	stop()
+	c.w.step(50)
+	c.program()
+	c.check()
+	return c.points >= c.at
+}
+
+func (c *crash) done() bool {
+	n := c.n / c.signalEvery
+	if c.n%c.signalEvery != 0 {
+		n++
+	}
+	return len(c.sent) >= n && (!c.receives() || len(c.gotten) >= c.n)
+}
+
+// check compares with the model: each request completes once, in order; each receive too; the bytes are right.
+func (c *crash) check() {
+	c.t.Helper()
+	var want []uint64
+	for i := range c.n {
+		if (i+1)%c.signalEvery == 0 || i == c.n-1 {
+			want = append(want, uint64(i))
+		}
+	}
+	if len(c.sent) != len(want) {
+		c.t.Errorf("%d send completions, want %d: %v", len(c.sent), len(want), ids(c.sent))
+	}
+	for i, wc := range c.sent {
+		if i < len(want) && (wc.ID != want[i] || wc.Status != abi.WCSuccess) {
+			c.t.Errorf("send completion %d: request %d, status %d", i, wc.ID, wc.Status)
+		}
+	}
+	for i, wc := range c.gotten {
+		if !c.receives() || i >= c.n || wc.ID != uint64(1000+i) || wc.Status != abi.WCSuccess {
+			c.t.Errorf("receive completion %d: request %d, status %d", i, wc.ID, wc.Status)
+		}
+	}
+	ga, gb := c.w.guests[0], c.w.guests[1]
+	for i := range c.n {
+		x := ga.at(c.src+translate.PA(i*crashSlot), c.size)
+		if c.atomic() {
+			if v := binary.LittleEndian.Uint64(x); v != uint64(i) {
+				c.t.Errorf("atomic %d returned %d", i, v)
+			}
+		} else if !bytes.Equal(x, gb.at(c.dst+translate.PA(i*crashSlot), c.size)) {
+			c.t.Errorf("the bytes of message %d differ", i)
+		}
+	}
+	if c.atomic() {
+		if v := gb.u64(c.dst).Load(); v != uint64(c.n) {
+			c.t.Errorf("the word is %d after %d atomics", v, c.n)
+		}
+	}
+	if p, n := c.a.sq.prod().Load(), c.a.sq.cons().Load(); p != n {
+		c.t.Errorf("send queue: producer %d, consumer %d", p, n)
+	}
+}
+
+func ids(wcs []abi.WC) (out []uint64) {
+	for _, wc := range wcs {
+		out = append(out, wc.ID)
+	}
+	return out
+}
+
+// The process ends at a store: no program notices (CO-2). Victims: the requester's host, the responder's, or both,
+// which are one host then and use the local path, too.
+func TestCrash(t *testing.T) {
+	size := logSize
+	logSize = 256 << 10
+	defer func() { logSize = size }()
+	rng := rand.New(rand.NewPCG(5, 6))
+	total := 0
+	for _, x := range []struct {
+		name string
+		op   uint32
+		srq  bool
+		sig  int
+	}{
+		{"SEND", abi.WRSend, false, 1}, {"SEND, SRQ", abi.WRSend, true, 1}, {"SEND, some signalled", abi.WRSend, false, 4},
+		{"WRITE", abi.WRRDMAWrite, false, 1}, {"WRITE, some signalled", abi.WRRDMAWrite, false, 4},
+		{"WRITE with immediate", abi.WRRDMAWriteWithImm, false, 2}, {"READ", abi.WRRDMARead, false, 1},
+		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3},
+	} {
+		for _, victims := range []string{"a", "b", "ab", "AB"} {
+			local := victims == "AB"
+			t.Run(x.name+"/"+victims, func(t *testing.T) {
+				at, step := 1, 1
+				if !*everyCrash {
+					step = 23
+					at += rng.IntN(step)
+				}
+				for reached := true; reached && !t.Failed(); at += step {
+					t.Run(fmt.Sprint(at), func(t *testing.T) {
+						c := newCrash(t, x.op, x.srq, local, strings.ToLower(victims), at)
+						c.signalEvery = x.sig
+						reached = c.run()
+						total++
+					})
+				}
+			})
+		}
+	}
+	t.Logf("the process ended at %d points", total)
+}

@@ -1,0 +1,499 @@
+// Side: data
+
+package hca
+
+import (
+	"sync/atomic"
+
+	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/journal"
+	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/roce"
+	"github.com/vnicd/vnicd/translate"
+)
+
+// The journal of an engine: what another process needs of its queue pairs if this process is killed at any
+// instruction (CO-2). An engine changes the state of many QPs in the heap, and then commits: the new states of all
+// that have changed, and the completions that follow from them, become valid in the journal by one store. Only then
+// does anybody else see what follows:
+//
+//	frames in -> Receive -> [commit] -> completions, consumer indices -> Run -> responses, requests out
+//
+// A killed process returns to the last commit. What it did since then happens again, and nobody can tell:
+//
+//	responses      are sent by Run, and state only what was committed before it
+//	requests       are sent again with the same PSNs; work requests are fetched again, as consumer indices were not moved
+//	data           is written again, the same bytes; until a message is acknowledged its requester may repeat it
+//	completions    are written after the commit that has them; the journal says which of them are in their ring
+//	atomics        are noted before they are executed, with the value that they find (AtomicRemote)
+//	fetched receives   are in the QP's state; the consumer index moves after the commit
+//
+// Receive, Run, Timer and answers to faults happen in one iteration of the loop; commits are between them, so a state
+// is never half changed. The peer of a copy on the local path is committed before the QP whose requests it executed.
+
+// Kinds of journal records. Shard 0 belongs to the control side, shard i+1 to engine i.
+const (
+	recTurn       = iota + 1 // engine: a commit begins; completions before it have been posted
+	recQP                    // QP number: qpState
+	recSRQ                   // SRQ: srqState
+	recKey                   // key: keyContext; engine: of a dynamic key, without pages of a region
+	recCompletion            // engine: a completion that is to be posted, see output
+	recAtomic                // QP number: an atomic that is to be executed, see noteAtomic
+	recDevice                // control, from here on
+	recGID
+	recBells
+	recAHs
+	recPD
+	recCQ
+	recQPObject
+	recSRQObject
+	recGroups
+	recQueue
+	recJob
+	recGone // the record names a kind and key that exist no more
+)
+
+// engineJournal belongs to the engine's loop.
+type engineJournal struct {
+	log   *journal.Shard
+	codec record.Codec
+	inner record.Codec
+	blob  []byte
+
+	touched []*qp           // their states may have changed since the last commit
+	srqs    []*srq          // likewise
+	changed []translate.Key // likewise, dynamic keys
+	keys    map[translate.Key]struct{}
+	outputs []output // completions that are not posted yet, oldest first
+	peers   []*engine
+}
+
+// output is a completion on its way to its CQ.
+//
+//	journal: place (8 bytes: 0, or the CQ's sequence number with which it is written into the ring), CQ number (4),
+//	QP number if its consumer index of the SQ comes first, else 0 (4), solicited (4), 0 (4), abi.WC
+type output struct {
+	cq        *cq
+	send      *qp // its SQ's consumer index is published first; nil: a receive completion
+	solicited bool
+	wc        abi.WC
+	place     *atomic.Uint64 // in the journal
+}
+
+const outputLen = 24 + abi.SizeWC
+
+const keyVariant = 0xff // the bits of a key that change with each registration
+
+func newEngineJournal(s *journal.Shard) *engineJournal {
+	return &engineJournal{log: s, keys: map[translate.Key]struct{}{}}
+}
+
+// atStore is called around stores that another process or the guest can see, where a test ends the process; nil: no
+// test does.
+var atStore atomic.Pointer[func()]
+
+func point() {
+	if f := atStore.Load(); f != nil {
+		(*f)()
+	}
+}
+
+// pending reports whether there is anything to commit or to post.
+func (j *engineJournal) pending() bool {
+	return len(j.touched)+len(j.srqs)+len(j.changed)+len(j.outputs) > 0
+}
+
+// touch records that the state of q may change before the next commit.
+func (e *engine) touch(q *qp) {
+	if j := e.journal; j != nil && !q.touched {
+		q.touched = true
+		j.touched = append(j.touched, q)
+	}
+}
+
+// touchSRQ is touch for a shared receive queue.
+func (e *engine) touchSRQ(s *srq) {
+	if j := e.journal; j != nil && !s.touched {
+		s.touched = true
+		j.srqs = append(j.srqs, s)
+	}
+}
+
+// touchKey is touch for a key that a work request has changed.
+func (e *engine) touchKey(k translate.Key) {
+	if j := e.journal; j != nil {
+		j.changed = append(j.changed, k)
+		j.keys[k&^keyVariant] = struct{}{}
+	}
+}
+
+// Journaled implements roce.Adapter.
+func (q *qp) Journaled() bool { return q.engine.journal != nil }
+
+// complete passes q.wc on to a CQ. send: it belongs to a send request.
+func (q *qp) complete(c *cq, wc *abi.WC, solicited, send bool) {
+	j := q.engine.journal
+	if j == nil {
+		c.post(wc, solicited)
+		return
+	}
+	o := output{cq: c, solicited: solicited, wc: *wc}
+	if send {
+		o.send = q
+	}
+	j.outputs = append(j.outputs, o)
+	q.engine.touch(q)
+}
+
+// settle commits, and shows the guest what was committed; inside an epoch. What cannot be shown now is committed once
+// more as a part of its QP.
+func (e *engine) settle() {
+	for range 3 {
+		if !e.journal.pending() {
+			return
+		}
+		e.commit()
+		e.show()
+	}
+}
+
+// settleNow is settle for a visit of the loop, if guest memory may be accessed.
+func (e *engine) settleNow() {
+	if e.journal == nil {
+		return
+	}
+	if t, ok := e.enter(); ok {
+		defer e.leave(t)
+		e.settle()
+	}
+}
+
+// commitPeers commits the engines that have executed requests of this one on the local path.
+func (e *engine) commitPeers() {
+	j := e.journal
+	for i, p := range j.peers {
+		if j.peers[i] = nil; p != e && p.journal != nil {
+			p.commit() // it shows what follows at its next poll
+		}
+	}
+	j.peers = j.peers[:0]
+}
+
+// commit makes the present states valid in the journal. The lists stay, for show.
+func (e *engine) commit() {
+	j := e.journal
+	point()
+	j.log.Add(recTurn, 0, nil)
+	for _, q := range j.touched {
+		e.recordQP(q)
+	}
+	for _, s := range j.srqs {
+		j.recordSRQ(s)
+	}
+	for _, k := range j.changed {
+		e.recordKey(k)
+	}
+	j.recordOutputs()
+	point()
+	if j.log.Long() || !j.log.Commit() {
+		e.renewJournal()
+	}
+	point()
+}
+
+// renewJournal begins a new log with everything that is valid.
+func (e *engine) renewJournal() {
+	j := e.journal
+	j.log.Restart()
+	j.log.Add(recTurn, 0, nil)
+	for i := range e.dev.qps {
+		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+			e.recordQP(q)
+			if q.srq != nil {
+				j.recordSRQ(q.srq)
+			}
+		}
+	}
+	for k := range j.keys {
+		if !e.recordKey(k) {
+			delete(j.keys, k)
+		}
+	}
+	j.recordOutputs()
+	if !j.log.Commit() {
+		e.dev.loseJournal()
+	}
+}
+
+// loseJournal says that the journal does not describe the device any more: it has become too large.
+func (d *dataSide) loseJournal() {
+	if j := d.journal.Swap(nil); j != nil {
+		j.Void()
+		d.log.Warn("the device's state has become too large for its journal: it would not survive a crash of vnicd")
+	}
+}
+
+func (e *engine) recordQP(q *qp) {
+	if q.closed || q.engine != e {
+		return
+	}
+	j := e.journal
+	j.addQP(j.log, q)
+}
+
+// addQP adds the state of q to a log; on q's engine.
+func (j *engineJournal) addQP(log *journal.Shard, q *qp) {
+	x := q.state()
+	x.unposted = q.unpostedCQEs
+	t := j.inner.AppendTo(j.blob[:0]).Of(contextVersion)
+	q.t.Context(t, q.engine.loop.Now(), nil)
+	j.blob, x.transport = t.Bytes(), t.Bytes()
+	c := j.codec.AppendTo(log.Begin(recQP, uint64(q.n))).Of(contextVersion)
+	x.record(c)
+	log.End(c.Bytes())
+}
+
+func (j *engineJournal) recordSRQ(s *srq) { j.addSRQ(j.log, s) }
+
+func (j *engineJournal) addSRQ(log *journal.Shard, s *srq) {
+	x := s.state()
+	c := j.codec.AppendTo(log.Begin(recSRQ, uint64(s.n))).Of(contextVersion)
+	x.record(c)
+	log.End(c.Bytes())
+}
+
+// recordKey adds the state of a dynamic key; false if it exists no more.
+func (e *engine) recordKey(k translate.Key) bool {
+	j := e.journal
+	s, ok := e.dev.vm.DynamicState(k)
+	if !ok {
+		return false
+	}
+	x := keyContext{state: s}
+	c := j.codec.AppendTo(j.log.Begin(recKey, uint64(s.Handle))).Of(contextVersion)
+	x.record(c)
+	j.log.End(c.Bytes())
+	return true
+}
+
+func (j *engineJournal) recordOutputs() {
+	for i := range j.outputs {
+		o := &j.outputs[i]
+		assigned := uint64(0)
+		if o.place != nil {
+			assigned = o.place.Load()
+		}
+		b := j.log.Begin(recCompletion, uint64(o.cq.n))
+		b = le.AppendUint64(b, assigned)
+		b = le.AppendUint32(b, o.cq.n)
+		b = le.AppendUint32(b, o.sender())
+		b = le.AppendUint64(b, uint64(boolBit(o.solicited)))
+		b = append(b, make([]byte, abi.SizeWC)...)
+		o.wc.Encode(b[len(b)-abi.SizeWC:])
+		o.place = nil
+		if p := j.log.End(b); p != nil {
+			o.place = journal.WordOf(p, 0)
+		}
+	}
+}
+
+func (o *output) sender() uint32 {
+	if o.send == nil {
+		return 0
+	}
+	return o.send.n
+}
+
+func boolBit(b bool) uint32 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// show publishes the consumer indices and posts the completions that were committed.
+func (e *engine) show() {
+	j := e.journal
+	touched, srqs, outputs := len(j.touched), len(j.srqs), len(j.outputs)
+	for i := range j.srqs {
+		j.srqs[i].touched = false
+		j.srqs[i].publish()
+		point()
+	}
+	for i := range touched {
+		q := j.touched[i]
+		if q.touched = false; !q.closed && q.engine == e {
+			q.publishRecv()
+			point()
+			q.publishSend() // completions that waited for it are outputs of the next commit
+		}
+	}
+	for i := range outputs {
+		o := &j.outputs[i]
+		switch q := o.send; {
+		case q != nil && !q.closed && (q.sq.stale || len(q.unpostedCQEs) > 0):
+			q.unpostedCQEs = append(q.unpostedCQEs, o.wc) // FetchSend bounds them
+			e.touch(q)
+		case o.place != nil:
+			o.cq.show(o)
+		default: // there is no journal any more
+			o.cq.post(&o.wc, o.solicited)
+		}
+	}
+	j.touched = removeFirst(j.touched, touched)
+	j.srqs = removeFirst(j.srqs, srqs)
+	j.outputs = removeFirst(j.outputs, outputs)
+	j.changed = j.changed[:0]
+}
+
+// removeFirst removes the first n elements of s, and keeps its storage.
+func removeFirst[T any](s []T, n int) []T {
+	k := copy(s, s[n:])
+	clear(s[k:])
+	return s[:k]
+}
+
+// publishRecv writes the RQ's consumer index, if it is stale. While its page is absent it stays stale.
+func (q *qp) publishRecv() {
+	if !q.rq.stale {
+		return
+	}
+	switch m := q.rq.publish(); {
+	case m.OK():
+		q.rq.stale = false
+	case !m.Fault():
+		q.fail("receive queue is not in guest memory")
+	}
+}
+
+// publish is publishRecv for a shared receive queue.
+func (s *srq) publish() {
+	if s.wr.stale && s.wr.publish().OK() {
+		s.wr.stale = false
+	}
+}
+
+// clear forgets everything that was not committed; the objects are destroyed.
+func (j *engineJournal) clear() {
+	clear(j.touched)
+	clear(j.outputs)
+	clear(j.srqs)
+	clear(j.peers)
+	clear(j.keys)
+	j.touched, j.srqs, j.changed, j.outputs, j.peers = j.touched[:0], j.srqs[:0], j.changed[:0], j.outputs[:0], j.peers[:0]
+	j.log.Restart()
+	j.log.Commit()
+}
+
+// A CQ's word in the journal: its sequence number (39 bits, never 0: the number of completions written so far, which
+// the next one is assigned), whether it has failed (bit 24), and the producer index.
+const (
+	cqSeqShift = 25
+	cqFailed   = 1 << 24
+	cqSeqMax   = 1<<39 - 1
+	cqProdMask = cqFailed - 1
+)
+
+// show posts a completion that is in the journal, unless that was done already.
+func (c *cq) show(o *output) {
+	if c.shared {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+	}
+	switch seq := o.place.Load(); seq {
+	case 0:
+		o.place.Store(c.seq)
+		point()
+	case c.seq: // whoever assigned it was interrupted: the index, which comes last, says when
+		if v, m := c.r.index(abi.RingProducerOff); m.OK() && v == (c.prod+1)&c.r.mask {
+			c.prod = v
+			c.seq = c.seq%cqSeqMax + 1
+			c.save()
+			return
+		}
+	default:
+		return // it is in the ring
+	}
+	c.produce(&o.wc, o.solicited)
+	point()
+	c.seq = c.seq%cqSeqMax + 1
+	c.save()
+	point()
+}
+
+// save stores the position in the journal.
+func (c *cq) save() {
+	if c.word == nil {
+		return
+	}
+	v := c.seq<<cqSeqShift | uint64(c.prod)
+	if c.failed.Load() {
+		v |= cqFailed
+	}
+	c.word.Store(v)
+}
+
+// An atomic cannot be repeated, so it is noted before it is executed, with the value that it finds and the one that
+// it stores; the note is marked when it has been. A process that finds an unmarked note compares the memory with it.
+// Only if the process was killed between note and execution, a window of one instruction, and another processor of
+// the guest changed the word at the same time, that comparison can be wrong.
+//
+//	done (8 bytes: 0, 1: executed, 2: not executed), PSN (8), address (8), key (8), value found (8), value stored (8)
+const (
+	atomicNoteLen = 48
+	noteOpen      = 0
+	noteDone      = 1
+	noteVoid      = 2
+
+	// atomicTries bounds how often a word may change under an atomic that has been noted.
+	atomicTries = 64
+)
+
+// pastAtomic is an atomic that a killed process has executed and not committed. A QP has them in the order of PSNs.
+type pastAtomic struct{ psn, old uint64 }
+
+// loggedAtomic executes the atomic with the expected PSN on p.
+func (q *qp) loggedAtomic(p *atomic.Uint64, key translate.Key, va translate.VA, op roce.AtomicOp,
+	compare, swapAdd uint64) uint64 {
+	psn, log := q.t.Expected(), q.engine.journal.log
+	for len(q.past) > 0 && q.past[0].psn <= psn {
+		x := q.past[0]
+		if q.past = q.past[1:]; x.psn == psn {
+			return x.old
+		}
+	}
+	for range atomicTries {
+		old := p.Load()
+		next := swapAdd
+		switch op {
+		case roce.AtomicFetchAdd:
+			next += old
+		default:
+			if old != compare {
+				return old
+			}
+		}
+		b := log.Begin(recAtomic, uint64(q.n))
+		for _, v := range [...]uint64{noteOpen, psn, uint64(va), uint64(key), old, next} {
+			b = le.AppendUint64(b, v)
+		}
+		note := log.End(b)
+		point()
+		if note == nil || !log.Commit() {
+			break
+		}
+		point()
+		if p.CompareAndSwap(old, next) {
+			point()
+			journal.WordOf(note, 0).Store(noteDone)
+			point()
+			return old
+		}
+		journal.WordOf(note, 0).Store(noteVoid)
+	}
+	// The guest keeps changing the word, or the log is full: without a note.
+	if op == roce.AtomicFetchAdd {
+		return translate.FetchAdd(p, swapAdd)
+	}
+	return translate.CompareSwap(p, compare, swapAdd)
+}

@@ -94,6 +94,9 @@ func showAll(w io.Writer, s *daemon.Status) {
 		fmt.Fprintf(w, "continued %d HCAs, which stood still for at most %v\n", c.HCAs,
 			time.Duration(c.Silence*float64(time.Second)).Round(time.Millisecond))
 	}
+	if n := s.Continued.Revived; n > 0 {
+		fmt.Fprintf(w, "continued %d HCAs after the previous vnicd was killed\n", n)
+	}
 	if v := s.VTEP; v != nil {
 		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames,
 			v.OutFrames, drops(v.Drops))

@@ -142,16 +142,13 @@ func (g *guest) connect(ctx context.Context, peer *guest) error {
 	return g.qp.Connect(ctx, guestdrv.Peer{QPN: peer.qp.Number(), Path: path}, o)
 }
 
-// Without systemd, a keeper replaces the daemon while programs in VMs use a connection: they notice nothing, and the
-// command says how long their HCAs stood still (CO-1). A program that cannot take over changes nothing.
-func TestUpgradeKept(t *testing.T) {
-	k := newKeptDaemon(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
-	defer cancel()
-	a, b := k.guest("one", "10.0.0.1"), k.guest("two", "10.0.0.2")
+// messages sends messages from a to b, one after the other, and compares each. It returns a function that waits until
+// some more have arrived, and one that ends it.
+func (k *keptDaemon) messages(ctx context.Context, a, b *guest) (moves func(), end func() error) {
+	k.Helper()
 	for _, err := range []error{a.connect(ctx, b), b.connect(ctx, a)} {
 		if err != nil {
-			t.Fatal(err)
+			k.Fatal(err)
 		}
 	}
 	var written atomic.Uint64
@@ -184,11 +181,25 @@ func TestUpgradeKept(t *testing.T) {
 			}
 		}()
 	}()
-	moves := func() {
-		t.Helper()
+	moves = func() {
+		k.Helper()
 		before := written.Load()
-		testutil.Eventually(t, "messages arrive", func() bool { return written.Load() > before+10 })
+		testutil.Eventually(k, "messages arrive", func() bool { return written.Load() > before+10 })
 	}
+	return moves, func() error {
+		close(stop)
+		return <-stopped
+	}
+}
+
+// Without systemd, a keeper replaces the daemon while programs in VMs use a connection: they notice nothing, and the
+// command says how long their HCAs stood still (CO-1). A program that cannot take over changes nothing.
+func TestUpgradeKept(t *testing.T) {
+	k := newKeptDaemon(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	a, b := k.guest("one", "10.0.0.1"), k.guest("two", "10.0.0.2")
+	moves, end := k.messages(ctx, a, b)
 	moves()
 	first := k.status()
 	if first.Keeper == nil || first.Keeper.PID != k.keeper.Process.Pid {
@@ -222,12 +233,36 @@ func TestUpgradeKept(t *testing.T) {
 		t.Errorf("upgrade with a mistake in the configuration: status %d: %s", status, errs)
 	}
 	moves()
-	close(stop)
-	if err := <-stopped; err != nil {
+	if err := end(); err != nil {
 		t.Error(err)
 	}
 	if status, out, errs := k.run("status", "--control", k.dir+"/run/vnicd.sock"); !strings.Contains(out, "keeper pid") {
 		t.Errorf("status shows no keeper: %d: %s%s", status, out, errs)
+	}
+}
+
+// The daemon is killed while programs in VMs use a connection: they notice nothing (CO-2).
+func TestKillKept(t *testing.T) {
+	k := newKeptDaemon(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	a, b := k.guest("one", "10.0.0.1"), k.guest("two", "10.0.0.2")
+	moves, end := k.messages(ctx, a, b)
+	moves()
+	for i := range 5 {
+		was := k.status()
+		if err := syscall.Kill(was.PID, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		moves()
+		now := k.status()
+		if now.PID == was.PID || now.Continued.Revived != 2 {
+			t.Fatalf("kill %d: %+v", i, now.Continued)
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	if err := end(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -82,6 +82,9 @@ type Config struct {
 	Buffers int
 	// ECN makes RC connections ECN-capable: they report and respond to congestion before packets are lost. Default true.
 	ECN bool
+	// Journal keeps the HCAs' state in shared memory all the time, so that RDMA connections survive a crash of vnicd
+	// (CO-2), where a keeper or systemd passes it on. Default true.
+	Journal bool
 	// ShortPath lets the kernel carry established TCP of host ports, or forbids it. Nil: used where the kernel can.
 	ShortPath *bool
 	// Debug switches fast paths off.

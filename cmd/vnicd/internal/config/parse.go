@@ -51,7 +51,7 @@ func Load(path string) (*Config, error) {
 func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true,
+		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Journal: true,
 		Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true}, EngineNice: DefaultEngineNice,
 		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 		MemoryPressure: MemoryPressure{Watch: true, Limit: DefaultPressureLimit},
@@ -331,6 +331,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 		"buffers":     number(p, "buffers", 256, 1<<20, &c.Buffers),
 		"spin":        p.duration("spin", 0, time.Second, "20us", &c.Spin),
 		"ecn":         p.boolean("ecn", &c.ECN),
+		"journal":     p.boolean("journal", &c.Journal),
 		"debug":       func(n *yaml.Node) { p.debug(n, &c.Debug) },
 		"memory-pressure": func(n *yaml.Node) {
 			p.mapping(n, "memory-pressure", map[string]func(*yaml.Node){

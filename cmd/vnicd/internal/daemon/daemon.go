@@ -81,6 +81,8 @@ type Daemon struct {
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
 
+	blameless bool // the previous vnicd did not end by a fault of its own
+
 	continuity vhostuser.Continuity
 
 	undo undo
@@ -122,6 +124,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 		o(d)
 	}
 	d.kept = d.store.Kept()
+	d.blameless = d.watchCrash()
 	steps := []func() error{
 		d.makeRunDir, d.makeLoops, d.protect, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
 		d.serve,

@@ -47,11 +47,12 @@ type ContinuedStatus struct {
 	Pending int     `json:"pending"`         // are being resumed
 	HCAs    int     `json:"hcas"`            // of running VMs: went on where the previous vnicd stopped them
 	Silence float64 `json:"silence_seconds"` // the longest time for which one of these stood still
+	Revived int     `json:"revived"`         // went on where the previous vnicd was killed
 }
 
 func (d *Daemon) continued() ContinuedStatus {
 	s := d.continuity.Status()
-	return ContinuedStatus{s.Pending, s.Continued, s.Silence.Seconds()}
+	return ContinuedStatus{s.Pending, s.Continued, s.Silence.Seconds(), s.Revived}
 }
 
 // IsApplication reports whether this is a host application.

@@ -113,6 +113,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		Log: log.Named("hca"), DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN,
 			SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
 		Limits: limits, Account: account, Work: v.work,
+		Journal: d.cfg.Journal && d.keeper() != nil && c.Application == nil,
 	}); err != nil {
 		return err
 	}
@@ -153,7 +154,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		return err
 	}
 	socket.Keeper, socket.KeepAs, socket.Kept = d.keeper(), "hca/"+c.Name, d.kept
-	socket.Continuity = &d.continuity
+	socket.Continuity, socket.Blameless = &d.continuity, d.blameless
 	return v.listen(socket, v.hca)
 }
 

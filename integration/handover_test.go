@@ -4,6 +4,8 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -14,11 +16,48 @@ import (
 
 var handovers = flag.Int("handovers", 6, "how often TestHandover restarts vnicd; 200 for the long test")
 
+var kills = flag.Int("kills", 8, "how often TestKill kills vnicd; 500 for the long test")
+
 // TestHandover: the vnicds of two hosts are replaced in turns while VMs on them use RC connections: programs that poll
 // and programs that sleep go on without an error, and what they transfer is right (CO-1). One is stopped and started
 // again under a service manager, the other is replaced by its keeper (`vnicd upgrade`). The last two times the VM is
 // paused meanwhile.
 func TestHandover(t *testing.T) {
+	outlive(t, *handovers, func(ctx context.Context, h *lab.Host) {
+		if h.Keep {
+			t.Log(must[string](t)(h.CLI(ctx, "upgrade")))
+			return
+		}
+		check(t, h.Stop(ctx))
+		check(t, h.Start(ctx))
+	})
+}
+
+// TestKill is TestHandover with SIGKILL, at any moment (CO-2).
+func TestKill(t *testing.T) {
+	outlive(t, *kills, func(ctx context.Context, h *lab.Host) {
+		if !h.Keep {
+			check(t, h.Proc.Signal(syscall.SIGKILL))
+			<-h.Proc.Done()
+			check(t, h.Start(ctx))
+			return
+		}
+		pid := func() int {
+			s, err := h.Status(ctx)
+			if err != nil {
+				return 0 // it is not back yet
+			}
+			return int(s["pid"].(float64))
+		}
+		was := pid()
+		check(t, syscall.Kill(was, syscall.SIGKILL))
+		eventually(ctx, t, "the keeper starts another vnicd", func() bool { n := pid(); return n != 0 && n != was })
+	})
+}
+
+// outlive runs programs in VMs of two hosts, of which one has a service manager and the other a keeper, and replaces
+// their vnicds in turns, so many times.
+func outlive(t *testing.T, times int, replace func(context.Context, *lab.Host)) {
 	l, ctx := newLab(t)
 	va := vmA
 	va.MemoryMiB = 3072 // more than q35 has below 4 GiB, so it has several regions, in one file
@@ -32,24 +71,27 @@ func TestHandover(t *testing.T) {
 	programs := map[string]*qemu.Process{}
 	programs["client that polls"], programs["server that polls"] = w.stream(ctx, t, a, b)
 	programs["client that sleeps"], programs["server that sleeps"] = sleepingPingpong(ctx, t, a, b)
-	eventually(ctx, t, "both connections are open", func() bool {
-		return connected(ctx, t, w.a, "vm1") == 2 && connected(ctx, t, w.b, "vm2") == 2
+	for i, name := range []string{"ib_read_bw", "ib_atomic_bw"} {
+		port := 18700 + i
+		line := fmt.Sprintf("exec timeout -k 5 3600 %s -F -p %d --run_infinitely -D 1 -d %%s -x %%d %%s", name, port)
+		programs["server of "+name] = must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf(line, b.Device, b.GID, "")))
+		check(t, harness.WaitGuest(ctx, b.VM, fmt.Sprintf("ss -ltn | grep -q :%d", port)))
+		programs["client of "+name] = must[*qemu.Process](t)(a.VM.StartShell(ctx, fmt.Sprintf(line, a.Device, a.GID, b.Addr)))
+	}
+	const pairs = 4
+	eventually(ctx, t, "all connections are open", func() bool {
+		return connected(ctx, t, w.a, "vm1") == pairs && connected(ctx, t, w.b, "vm2") == pairs
 	})
 	var silences []time.Duration
-	for i := range *handovers {
+	for i := range times {
 		victim := []*lab.Host{w.a, w.b}[i%2]
 		start := time.Now()
 		paused := w.vms[i%2].QMP()
-		if i >= *handovers-2 {
+		if i >= times-2 {
 			check(t, paused.Run(ctx, "stop", nil, nil))
 		}
-		if victim.Keep {
-			t.Log(must[string](t)(victim.CLI(ctx, "upgrade")))
-		} else {
-			check(t, victim.Stop(ctx))
-			check(t, victim.Start(ctx))
-		}
-		if i >= *handovers-2 {
+		replace(ctx, victim)
+		if i >= times-2 {
 			check(t, paused.Run(ctx, "cont", nil, nil))
 		}
 		// The counters of the new vnicd begin at 0.
@@ -62,14 +104,14 @@ func TestHandover(t *testing.T) {
 				before = packets(ctx, t, h.host, h.vm)
 			}
 			eventually(ctx, t, "traffic of "+h.vm, func() bool { return packets(ctx, t, h.host, h.vm) > before+1000 })
-			if n := connected(ctx, t, h.host, h.vm); n != 2 {
-				t.Errorf("%d: %d queue pairs of %s are connected, want 2", i, n, h.vm)
+			if n := connected(ctx, t, h.host, h.vm); n != pairs {
+				t.Errorf("%d: %d queue pairs of %s are connected, want %d", i, n, h.vm, pairs)
 			}
 		}
 		silences = append(silences, time.Since(start))
 		for what, p := range programs {
 			vm := w.vms[0]
-			if what == "server that polls" || what == "server that sleeps" {
+			if strings.HasPrefix(what, "server") {
 				vm = w.vms[1]
 			}
 			if r := must[qemu.Result](t)(vm.Shell(ctx, fmt.Sprint("kill -0 ", p.PID()))); r.ExitCode != 0 {
@@ -80,7 +122,7 @@ func TestHandover(t *testing.T) {
 			break
 		}
 	}
-	t.Logf("from the stop of vnicd to 1000 packets after its start: %v", silences)
+	t.Logf("from the end of vnicd to 1000 packets after the start of the next: %v", silences)
 	for what, p := range programs {
 		if t.Failed() {
 			r := must[qemu.Result](t)(p.Wait(ctx))

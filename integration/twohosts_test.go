@@ -53,14 +53,16 @@ func newTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *twoHosts {
 }
 
 // makeTwoHosts is newTwoHosts with other VMs; prepare, if not nil, is called before anything runs on the hosts.
-func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*twoHosts), va, vb lab.VM) *twoHosts {
+func makeTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab, prepare func(*twoHosts), va, vb lab.VM,
+	options ...string) *twoHosts {
 	t.Helper()
 	w := wiredHosts(t, l)
 	if prepare != nil {
 		prepare(w)
 	}
-	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", va)))
-	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vb)))
+	more := strings.Join(options, "\n")
+	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", va)+more))
+	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", vb)+more))
 	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
 	var err error
 	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, va)), must[qemu.Config](t)(w.b.Config(ctx, vb)))

@@ -466,6 +466,9 @@ func (x *qpContext) put(q *qp) error {
 	if err := c.End(); err != nil {
 		return fmt.Errorf("queue pair %#x: %w", q.n, err)
 	}
+	if q.t.Refetches() {
+		q.sq.next = q.sq.done
+	}
 	q.attributesChanged(roce.MaskState | roce.MaskAV | roce.MaskQKey)
 	if q.patience.Load() == uint32(wire.PatienceUnknown) { // the connection is not in the context
 		q.patience.Store(x.patience)

@@ -190,6 +190,12 @@ func TestPreviousContext(t *testing.T) {
 	for v := uint32(1); v < contextVersion; v++ {
 		var x deviceContext
 		x.record(record.Reader(newest), g.Device)
+		for i := range x.qps {
+			q := &x.qps[i]
+			c := record.Writer().Of(v)
+			g.qpFor(q.n).t.Context(c, 0, nil)
+			q.transport = c.Bytes()
+		}
 		c := record.Writer().As(v)
 		x.record(c, g.Device)
 		if !bytes.HasPrefix(c.Bytes(), version(byte(v))) {

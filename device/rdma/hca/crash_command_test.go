@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -20,11 +21,14 @@ type commandCrash struct {
 	at, points int
 	ended      chan corpse   // has what is left once the point was reached
 	release    chan struct{} // lets the goroutine that ended go on, for its end
+	mu         sync.Mutex    // held while the driver writes memory, which is not undone
 }
 
 func (c *commandCrash) point() {
 	if c.points++; c.points == c.at {
+		c.mu.Lock()
 		c.ended <- c.g.remains()
+		c.mu.Unlock()
 		<-c.release
 	}
 }
@@ -60,10 +64,7 @@ func (c *commandCrash) revive(left corpse) {
 func (c *commandCrash) run(cmds ...command) [][]byte {
 	g := c.g
 	g.tb.Helper()
-	var numbers []uint16
-	for _, x := range cmds {
-		numbers = append(numbers, c.submit(x.op, x.in))
-	}
+	numbers := c.submitAll(cmds)
 	answered := map[uint16]bool{}
 	for end := time.Now().Add(patienceHere); len(answered) < len(cmds); {
 		select {
@@ -94,6 +95,20 @@ func (c *commandCrash) run(cmds ...command) [][]byte {
 		out = append(out, slices.Clone(g.at(c.out+translate.PA(int(n)*cmdBuf)+abi.SizeResp, 64)))
 	}
 	return out
+}
+
+func (c *commandCrash) submitAll(cmds []command) (numbers []uint16) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	select {
+	case left := <-c.ended:
+		c.revive(left)
+	default:
+	}
+	for _, x := range cmds {
+		numbers = append(numbers, c.submit(x.op, x.in))
+	}
+	return numbers
 }
 
 type command struct {

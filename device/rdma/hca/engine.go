@@ -204,7 +204,7 @@ func (e *engine) Poll(now int64) bool {
 		budget -= int(e.served()-before) + 1
 		busy = true
 	}
-	if j := e.journal; j != nil && len(j.outputs)+len(j.peers) > 0 {
+	if j := e.journal; j != nil && (j.committed < len(j.outputs) || len(j.peers) > 0) {
 		e.commitPeers()
 		e.settle()
 	}

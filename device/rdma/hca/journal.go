@@ -64,8 +64,12 @@ type engineJournal struct {
 	srqs    []*srq          // likewise
 	changed []translate.Key // likewise, dynamic keys
 	keys    map[translate.Key]struct{}
-	outputs []output // completions that are not posted yet, oldest first
-	peers   []*engine
+	peers   []*engine // have executed requests of this one since then
+
+	shown     []*qp    // committed: their consumer indices are to be published
+	shownSRQs []*srq   // likewise
+	outputs   []output // completions that are not posted yet, oldest first
+	committed int      // so many of them are in the log
 }
 
 // output is a completion on its way to its CQ.
@@ -98,9 +102,14 @@ func point() {
 	}
 }
 
-// pending reports whether there is anything to commit or to post.
+// dirty reports whether there is anything to commit.
+func (j *engineJournal) dirty() bool {
+	return len(j.touched)+len(j.srqs)+len(j.changed) > 0 || j.committed < len(j.outputs)
+}
+
+// pending reports whether there is anything to commit or to show.
 func (j *engineJournal) pending() bool {
-	return len(j.touched)+len(j.srqs)+len(j.changed)+len(j.outputs) > 0
+	return j.dirty() || len(j.shown)+len(j.shownSRQs)+len(j.outputs) > 0
 }
 
 // touch records that the state of q may change before the next commit.
@@ -152,7 +161,9 @@ func (e *engine) settle() {
 		if !e.journal.pending() {
 			return
 		}
-		e.commit()
+		if e.journal.dirty() {
+			e.commit()
+		}
 		e.show()
 	}
 }
@@ -179,21 +190,30 @@ func (e *engine) commitPeers() {
 	j.peers = j.peers[:0]
 }
 
-// commit makes the present states valid in the journal. The lists stay, for show.
+// commit makes the present states valid in the journal.
 func (e *engine) commit() {
 	j := e.journal
 	point()
 	j.log.Add(recTurn, 0, nil)
 	for _, q := range j.touched {
 		e.recordQP(q)
+		if q.touched = false; !q.unshown {
+			q.unshown = true
+			j.shown = append(j.shown, q)
+		}
 	}
 	for _, s := range j.srqs {
 		j.recordSRQ(s)
+		if s.touched = false; !s.unshown {
+			s.unshown = true
+			j.shownSRQs = append(j.shownSRQs, s)
+		}
 	}
 	for _, k := range j.changed {
 		e.recordKey(k)
 	}
 	j.recordOutputs()
+	j.touched, j.srqs, j.changed = empty(j.touched), empty(j.srqs), j.changed[:0]
 	point()
 	if j.log.Long() || !j.log.Commit() {
 		e.renewJournal()
@@ -246,7 +266,7 @@ func (j *engineJournal) addQP(log *journal.Shard, q *qp) {
 	x := q.state()
 	x.unposted = q.unpostedCQEs
 	t := j.inner.AppendTo(j.blob[:0]).Of(contextVersion)
-	q.t.Context(t, q.engine.loop.Now(), nil)
+	q.t.Journal(t, q.engine.loop.Now())
 	j.blob, x.transport = t.Bytes(), t.Bytes()
 	c := j.codec.AppendTo(log.Begin(recQP, uint64(q.n))).Of(contextVersion)
 	x.record(c)
@@ -295,6 +315,7 @@ func (j *engineJournal) recordOutputs() {
 			o.place = journal.WordOf(p, 0)
 		}
 	}
+	j.committed = len(j.outputs)
 }
 
 func (o *output) sender() uint32 {
@@ -314,21 +335,23 @@ func boolBit(b bool) uint32 {
 // show publishes the consumer indices and posts the completions that were committed.
 func (e *engine) show() {
 	j := e.journal
-	touched, srqs, outputs := len(j.touched), len(j.srqs), len(j.outputs)
-	for i := range j.srqs {
-		j.srqs[i].touched = false
-		j.srqs[i].publish()
+	for _, s := range j.shownSRQs {
+		s.unshown = false
+		s.publish()
 		point()
 	}
-	for i := range touched {
-		q := j.touched[i]
-		if q.touched = false; !q.closed && q.engine == e {
-			q.publishRecv()
-			point()
-			q.publishSend() // completions that waited for it are outputs of the next commit
+	j.shownSRQs = empty(j.shownSRQs)
+	for _, q := range j.shown {
+		if q.unshown = false; q.closed || q.engine != e {
+			continue
 		}
+		q.publishRecv()
+		point()
+		q.publishSend() // completions that waited for it are outputs of the next commit
 	}
-	for i := range outputs {
+	j.shown = empty(j.shown)
+	n := j.committed
+	for i := range n {
 		o := &j.outputs[i]
 		switch q := o.send; {
 		case q != nil && !q.closed && (q.sq.stale || len(q.unpostedCQEs) > 0):
@@ -340,17 +363,15 @@ func (e *engine) show() {
 			o.cq.post(&o.wc, o.solicited)
 		}
 	}
-	j.touched = removeFirst(j.touched, touched)
-	j.srqs = removeFirst(j.srqs, srqs)
-	j.outputs = removeFirst(j.outputs, outputs)
-	j.changed = j.changed[:0]
+	k := copy(j.outputs, j.outputs[n:])
+	clear(j.outputs[k:])
+	j.outputs, j.committed = j.outputs[:k], 0
 }
 
-// removeFirst removes the first n elements of s, and keeps its storage.
-func removeFirst[T any](s []T, n int) []T {
-	k := copy(s, s[n:])
-	clear(s[k:])
-	return s[:k]
+// empty returns s without elements, and keeps its storage.
+func empty[T any](s []T) []T {
+	clear(s)
+	return s[:0]
 }
 
 // publishRecv writes the RQ's consumer index, if it is stale. While its page is absent it stays stale.
@@ -373,14 +394,12 @@ func (s *srq) publish() {
 	}
 }
 
-// clear forgets everything that was not committed; the objects are destroyed.
+// clear forgets everything; the objects are destroyed.
 func (j *engineJournal) clear() {
-	clear(j.touched)
-	clear(j.outputs)
-	clear(j.srqs)
-	clear(j.peers)
 	clear(j.keys)
-	j.touched, j.srqs, j.changed, j.outputs, j.peers = j.touched[:0], j.srqs[:0], j.changed[:0], j.outputs[:0], j.peers[:0]
+	j.touched, j.srqs, j.changed, j.peers = empty(j.touched), empty(j.srqs), j.changed[:0], empty(j.peers)
+	j.shown, j.shownSRQs = empty(j.shown), empty(j.shownSRQs)
+	j.outputs, j.committed = empty(j.outputs), 0
 	j.log.Restart()
 	j.log.Commit()
 }

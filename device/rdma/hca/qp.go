@@ -60,6 +60,7 @@ type qp struct {
 	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
 	touched   bool         // in engineJournal.touched
+	unshown   bool         // in engineJournal.shown
 	past      []pastAtomic // executed by the previous process
 	scheduled bool         // on the engine's run list
 	next      *qp

@@ -23,6 +23,7 @@ type srq struct {
 
 	failed  atomic.Bool
 	touched bool // in engineJournal.srqs
+	unshown bool // in engineJournal.shownSRQs
 	asyn    eventNode
 }
 

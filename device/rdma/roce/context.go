@@ -1,6 +1,8 @@
 package roce
 
 import (
+	"slices"
+
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/device/rdma/wire"
@@ -34,28 +36,69 @@ func recordPSN(c *record.Codec, psn *uint64, what string) {
 // Context writes the context of q, which is frozen, or reads it into q, which is new and is frozen afterwards.
 // addressable reports whether q may send to a path; it is asked about paths that are read.
 func (q *QP) Context(c *record.Codec, now int64, addressable func(*AddressVector) bool) {
-	state, attr := q.state, q.attr
+	q.context(c, now, addressable, q.req.refetch && q.fetchesAgain())
+}
+
+// Journal writes the context of q as it is between two calls. If possible it is without the work requests that were
+// fetched: the next process fetches them again, as their slots in the queue are not free before they complete.
+func (q *QP) Journal(c *record.Codec, now int64) {
+	q.context(c, now, nil, q.fetchesAgain())
+}
+
+// fetchesAgain reports whether q can do without its work requests: no request in flight has a length of its own.
+func (q *QP) fetchesAgain() bool {
+	return q.typ == RC && q.state == RTS && q.req.readHead == q.req.readTail
+}
+
+// Refetches reports whether the context that was read has no work requests: the adapter must return the oldest one that
+// is not completed at the next FetchSend.
+func (q *QP) Refetches() bool { return q.req.refetch }
+
+// maxExecuted bounds the memory management requests that were executed and wait for earlier requests.
+const maxExecuted = 1 << 16
+
+func (q *QP) context(c *record.Codec, now int64, addressable func(*AddressVector) bool, refetch bool) {
+	state := q.state
 	record.Max(c, &state, Err, "state")
 	c.Bool(&q.commEst)
 	c.Bool(&q.draining)
 	c.Bool(&q.lastWQE)
 	c.Bool(&q.faults.sqInvalid)
 	c.Bool(&q.faults.rqInvalid)
-	attr.record(c, &q.cfg, addressable)
-	if c.Reading() {
-		q.now = now
-		q.adoptAttr(c, state, &attr)
+	if q.attrRecord == nil || c.Reading() {
+		q.attrContext(c, now, state, addressable)
+	} else {
+		c.Fixed(q.attrRecord)
 	}
 	if state == Reset || c.Err() != nil {
 		return
 	}
-	q.req.record(c, q, state, addressable)
+	if c.Since(3) {
+		c.Bool(&refetch)
+	}
+	if refetch {
+		q.req.recordPosition(c, q)
+	} else {
+		q.req.record(c, q, state, addressable)
+	}
 	q.resp.record(c, q)
 	if c.Reading() && c.Err() == nil {
 		q.state = state
 		q.frozen = frozen{since: now, refused: true, moved: true}
 		q.flushDelay = flushDelayMin
 	}
+}
+
+// attrContext is the part of the attributes, which rarely change.
+func (q *QP) attrContext(c *record.Codec, now int64, state State, addressable func(*AddressVector) bool) {
+	from, attr := len(c.Bytes()), q.attr
+	attr.record(c, &q.cfg, addressable)
+	if !c.Reading() {
+		q.attrRecord = slices.Clone(c.Bytes()[from:])
+		return
+	}
+	q.now = now
+	q.adoptAttr(c, state, &attr)
 }
 
 // adoptAttr sets attributes that were read, and what follows from them.
@@ -181,6 +224,48 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 		}
 		r.adoptPositions(c, first, ends, most)
 	}
+}
+
+// recordPosition describes the requester without its work requests.
+func (r *requester) recordPosition(c *record.Codec, q *QP) {
+	first, una := r.nextPSN, r.una
+	var executed []uint32
+	if !c.Reading() && r.head != r.tail {
+		first = r.slot(r.head).first
+		for n := r.head; n != r.tail; n++ {
+			if r.slot(n).executed {
+				executed = append(executed, n)
+			}
+		}
+	}
+	executed = append(executed, r.executedBefore...)
+	record.Num(c, &r.head)
+	recordPSN(c, &first, "first PSN of the send queue")
+	recordPSN(c, &una, "oldest unacknowledged PSN")
+	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
+	record.List(c, &executed, maxExecuted, "executed requests", func(n *uint32) { record.Num(c, n) })
+	if !c.Reading() {
+		return
+	}
+	r.executedBefore = executed
+	if una < first || una-first > packets(maxMessage, q.mtu) || q.typ != RC {
+		c.Fail("PSN %#x is unacknowledged, the oldest request begins with %#x", una, first)
+	}
+	r.refetch, r.tail, r.cur = true, r.head, r.head
+	r.nextPSN, r.una, r.nxt, r.sent = first, una, una, una
+}
+
+// resumes completes slot s, which was fetched again by the next process: it may be acknowledged in part, or executed.
+func (q *QP) resumes(s *sendSlot) {
+	r := &q.req
+	if len(r.executedBefore) > 0 && s.w.Seq == r.executedBefore[0] {
+		s.executed = s.info.kind == kindManage
+		r.executedBefore = r.executedBefore[1:]
+	}
+	if r.nxt > s.first && r.nxt >= s.end && !s.failed { // the guest has changed it
+		s.failed, s.w.Status = true, StatusLocQPOp
+	}
+	r.refetch = len(r.executedBefore) > 0
 }
 
 // requestsInFlight returns the ends of READs and atomics in flight, oldest first.

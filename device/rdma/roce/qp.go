@@ -46,8 +46,9 @@ type QP struct {
 	draining  bool // SQD entered, event or query outstanding
 	lastWQE   bool // EventLastWQE raised
 
-	attr Attr
-	tx   wire.Template // RC, UC: to the peer
+	attr       Attr
+	attrRecord []byte        // as a context has it; nil: not known
+	tx         wire.Template // RC, UC: to the peer
 
 	req      requester    // fetches and sends WQEs (requester.go)
 	recovery lossRecovery // detects losses and resends (recovery.go, selective.go)
@@ -98,7 +99,7 @@ func (cfg Config) Footprint() uint64 {
 		translate.AllocatedFor[SGE](cfg.MaxRecvSGE)
 	if cfg.Type == RC {
 		psns := 1 << ceilLog2(cfg.Window+readChunk)
-		size += translate.AllocatedFor[uint64](1<<ceilLog2(cfg.MaxRdAtomic)) +
+		size += 2*translate.AllocatedFor[uint64](1<<ceilLog2(cfg.MaxRdAtomic)) +
 			translate.AllocatedFor[resource](cfg.MaxRdAtomic) + recovery.Footprint(psns) +
 			recovery.QueueFootprint(min(psns, responseSpan)) + recovery.QueueFootprint(reorderSpan)
 	}
@@ -108,7 +109,7 @@ func (cfg Config) Footprint() uint64 {
 // reset returns to the condition of a new QP. A fault that is outstanding stays so.
 func (q *QP) reset() {
 	q.state = Reset
-	q.attr = Attr{AV: AddressVector{VLAN: NoVLAN}}
+	q.attr, q.attrRecord = Attr{AV: AddressVector{VLAN: NoVLAN}}, nil
 	q.mtu = uint32(q.cfg.MTU)
 	q.commEst, q.draining, q.lastWQE = false, false, false
 	q.flushAt, q.flushDelay = 0, 0
@@ -236,6 +237,7 @@ func (q *QP) Modify(now int64, a *Attr, mask Mask) error {
 // applyAttr copies the attributes that mask names and updates the state that depends on them.
 func (q *QP) applyAttr(a *Attr, mask Mask) {
 	t := &q.attr
+	q.attrRecord = nil
 	if mask&MaskPKeyIndex != 0 {
 		t.PKeyIndex = a.PKeyIndex
 	}

@@ -30,6 +30,11 @@ type requester struct {
 	readHead, readTail uint32
 	endsCopy           []uint64 // room for a copy of them
 
+	// After a context without work requests (context.go): requests are fetched that were fetched before, of which these
+	// were executed, oldest first.
+	refetch        bool
+	executedBefore []uint32
+
 	sinceAckReq uint32 // packets sent since the last AckReq
 	patience    wire.Patience
 	rnrLeft     uint8 // RNR NAKs left before the WQE fails
@@ -143,6 +148,9 @@ func (q *QP) fetchWQE() bool {
 			s.end += packets(w.Length, q.mtu)
 		}
 		q.req.nextPSN = s.end
+	}
+	if q.req.refetch {
+		q.resumes(s)
 	}
 	return true
 }

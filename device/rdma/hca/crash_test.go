@@ -117,6 +117,8 @@ type crash struct {
 	size         int
 	src, dst     translate.PA // of a and b, n slots of slotSize
 	lkey, rkey   uint32
+	fastKey      uint32       // REG_MR: registered, used and invalidated in turns
+	list         translate.PA // its page list
 	posted       int
 	ready        int // receives posted
 	sent, gotten []abi.WC
@@ -143,7 +145,8 @@ func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at int) 
 	for _, v := range victims {
 		c.victims = append(c.victims, w.guests[v-'a'])
 	}
-	c.a = ga.qp(qpSpec{pd: ga.pd(), elems: 8, scq: ga.cq(8)})
+	c.a = ga.qp(qpSpec{pd: ga.pd(), elems: 8, scq: ga.cq(8), flags: abi.QPPrivileged})
+	c.fastKey, c.list = ga.fast(1)
 	spec := qpSpec{pd: gb.pd(), elems: 4, scq: gb.cq(8)} // its queues are used several times
 	if srq {
 		n, ring := gb.srq(spec.pd, 4, 0)
@@ -175,8 +178,28 @@ func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at int) 
 func (c *crash) atomic() bool {
 	return c.op == abi.WRAtomicFetchAndAdd || c.op == abi.WRAtomicCmpAndSwp
 }
+
+// opOf is the operation of request i.
+func (c *crash) opOf(i int) uint32 {
+	if c.op == abi.WRRegMR {
+		return [...]uint32{abi.WRRegMR, abi.WRSend, abi.WRLocalInv}[i%3]
+	}
+	return c.op
+}
+
+// recvs is the number of receives.
+func (c *crash) recvs() int {
+	switch {
+	case c.op == abi.WRRegMR:
+		return c.n / 3
+	case c.receives():
+		return c.n
+	}
+	return 0
+}
+
 func (c *crash) receives() bool {
-	return c.op == abi.WRSend || c.op == abi.WRRDMAWriteWithImm || c.op == abi.WRSendWithImm
+	return c.op == abi.WRRegMR || c.op == abi.WRSend || c.op == abi.WRRDMAWriteWithImm || c.op == abi.WRSendWithImm
 }
 
 // postNext posts the next request if the queue has room.
@@ -190,9 +213,22 @@ func (c *crash) postNext() {
 		flags = abi.SendSignaled
 	}
 	s := c.a.wqe()
-	s.SetRequest(uint64(i), c.op, flags)
-	remote := uint64(c.dst) + uint64(i*crashSlot)
-	switch c.op {
+	s.SetRequest(uint64(i), c.opOf(i), flags)
+	remote, key := uint64(c.dst)+uint64(i*crashSlot), c.fastKey&^0xff|uint32(i/3+1)
+	switch c.opOf(i) {
+	case abi.WRRegMR:
+		binary.LittleEndian.PutUint64(c.w.guests[0].at(c.list, 8), uint64(c.src))
+		r := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(c.list), NPages: 1, RKey: key,
+			Access: abi.AccessLocalWrite, PageShift: 12}
+		r.Encode(s[abi.SendWQERegOff:])
+		c.posted++
+		c.a.post()
+		return
+	case abi.WRLocalInv:
+		s.SetInvalidateRKey(key)
+		c.posted++
+		c.a.post()
+		return
 	case abi.WRAtomicFetchAndAdd:
 		s.SetAtomic(uint64(c.dst), c.rkey, 1, 0)
 	case abi.WRAtomicCmpAndSwp:
@@ -208,8 +244,12 @@ func (c *crash) postNext() {
 
 // postRecvs fills the receive queue.
 func (c *crash) postRecvs() {
-	for ; c.receives() && c.ready < c.n && !full(&c.b.rq); c.ready++ {
-		at := uint64(c.dst) + uint64(c.ready*crashSlot)
+	for ; c.ready < c.recvs() && !full(&c.b.rq); c.ready++ {
+		slot := c.ready
+		if c.op == abi.WRRegMR {
+			slot = 3*c.ready + 1
+		}
+		at := uint64(c.dst) + uint64(slot*crashSlot)
 		c.b.recv(uint64(1000+c.ready), abi.SGE{Addr: at, Length: crashSlot, LKey: c.rkey})
 	}
 }
@@ -276,7 +316,7 @@ func (c *crash) done() bool {
 	if c.n%c.signalEvery != 0 {
 		n++
 	}
-	return len(c.sent) >= n && (!c.receives() || len(c.gotten) >= c.n)
+	return len(c.sent) >= n && len(c.gotten) >= c.recvs()
 }
 
 // check compares with the model: each request completes once, in order; each receive too; the bytes are right.
@@ -297,12 +337,15 @@ func (c *crash) check() {
 		}
 	}
 	for i, wc := range c.gotten {
-		if !c.receives() || i >= c.n || wc.ID != uint64(1000+i) || wc.Status != abi.WCSuccess {
+		if i >= c.recvs() || wc.ID != uint64(1000+i) || wc.Status != abi.WCSuccess {
 			c.t.Errorf("receive completion %d: request %d, status %d", i, wc.ID, wc.Status)
 		}
 	}
 	ga, gb := c.w.guests[0], c.w.guests[1]
 	for i := range c.n {
+		if op := c.opOf(i); op == abi.WRRegMR || op == abi.WRLocalInv {
+			continue
+		}
 		x := ga.at(c.src+translate.PA(i*crashSlot), c.size)
 		if c.atomic() {
 			if v := binary.LittleEndian.Uint64(x); v != uint64(i) {
@@ -346,6 +389,7 @@ func TestCrash(t *testing.T) {
 		{"SEND", abi.WRSend, false, 1}, {"SEND, SRQ", abi.WRSend, true, 1}, {"SEND, some signalled", abi.WRSend, false, 4},
 		{"WRITE", abi.WRRDMAWrite, false, 1}, {"WRITE, some signalled", abi.WRRDMAWrite, false, 4},
 		{"WRITE with immediate", abi.WRRDMAWriteWithImm, false, 2}, {"READ", abi.WRRDMARead, false, 1},
+		{"REG_MR, SEND, LOCAL_INV", abi.WRRegMR, false, 2},
 		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3},
 	} {
 		for _, victims := range []string{"a", "b", "ab", "AB"} {

@@ -413,3 +413,78 @@ func TestCrash(t *testing.T) {
 	}
 	t.Logf("the process ended at %d points", total)
 }
+
+// Journals that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).
+// So are those of another VM, and of a device with other engines.
+func TestDamagedJournal(t *testing.T) {
+	size := logSize
+	logSize = 256 << 10
+	defer func() { logSize = size }()
+	before := Journaled
+	Journaled = true
+	defer func() { Journaled = before }()
+	w, g := furnished(t, 2)
+	left := g.remains()
+	defer unix.Close(left.journal)
+	good := make([]byte, 1<<20)
+	n, err := unix.Pread(left.journal, good, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	good = good[:n]
+	var used []int // offsets of bytes that say something
+	for i, b := range good {
+		if b != 0 {
+			used = append(used, i)
+		}
+	}
+	rng := rand.New(rand.NewPCG(7, 8))
+	refused := 0
+	for range 400 {
+		bad := bytes.Clone(good)
+		for range 1 + rng.IntN(3) {
+			bad[used[rng.IntN(len(used))]] ^= byte(1 + rng.IntN(255))
+		}
+		if _, err := unix.Pwrite(left.journal, bad, 0); err != nil {
+			t.Fatal(err)
+		}
+		if w.tryJournal(t, g, left.journal) != nil {
+			refused++
+		}
+	}
+	if refused < 100 || refused == 400 {
+		t.Errorf("%d of 400 damaged journals were refused", refused)
+	}
+	if _, err := unix.Pwrite(left.journal, good, 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.tryJournal(t, g, left.journal); err != nil {
+		t.Error(err)
+	}
+	if err := w.tryJournal(t, w.guests[1], left.journal); err == nil {
+		t.Error("the journal of another VM was accepted")
+	}
+	one, h := furnished(t, 1)
+	if err := one.tryJournal(t, h, left.journal); err == nil {
+		t.Error("the journal of a device with other engines was accepted")
+	}
+}
+
+// tryJournal lets a twin of g revive a journal, do what it then does, and go.
+func (w *world) tryJournal(tb testing.TB, g *guest, fd int) error {
+	tb.Helper()
+	x := w.twin(tb, g)
+	defer x.dropTwin()
+	if err := x.Revive(fd); err != nil {
+		x.checkEmpty()
+		return err
+	}
+	if _, err := x.Journal(); err != nil {
+		tb.Fatal(err)
+	}
+	for _, e := range x.engines {
+		_ = x.thaw(e)
+	}
+	w.step(20)
+	return nil
+}

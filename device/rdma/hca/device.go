@@ -193,6 +193,19 @@ func (d *Device) Quarantine(on bool) {
 	}
 }
 
+// Resend makes the device's RC QPs send again what is in flight, and acknowledge once more: their peers may have come
+// back since they sent. From any goroutine but loops.
+func (d *Device) Resend() {
+	for _, e := range d.data.engines {
+		_ = e.visit(func() { // a device without memory has stopped
+			if !e.frozen {
+				e.freeze()
+				e.thaw()
+			}
+		})
+	}
+}
+
 // PortChanged notifies the driver that the port's MTU has changed. It does not
 // block: the caller may hold locks that all VMs share.
 func (d *Device) PortChanged() {

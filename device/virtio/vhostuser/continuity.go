@@ -8,6 +8,10 @@ import (
 // Continuity counts what became of the previous process's connections (CO-1, CO-2); servers share it. The zero value is
 // ready for use.
 type Continuity struct {
+	// Resumed, if set before the first use, is called when no connection is being resumed any more: devices that send to
+	// each other find each other from then on. It is called on the goroutine of a connection, perhaps several times.
+	Resumed func()
+
 	mu sync.Mutex
 	s  ContinuityStatus
 }
@@ -37,9 +41,13 @@ func (c *Continuity) begin() {
 }
 
 func (c *Continuity) end(how outcome, silence time.Duration) {
-	if c == nil {
-		return
+	if c != nil && c.count(how, silence) == 0 && c.Resumed != nil {
+		c.Resumed()
 	}
+}
+
+// count counts a connection that was resumed, and returns how many are left.
+func (c *Continuity) count(how outcome, silence time.Duration) (left int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.s.Pending--
@@ -50,6 +58,7 @@ func (c *Continuity) end(how outcome, silence time.Duration) {
 	case revived:
 		c.s.Revived++
 	}
+	return c.s.Pending
 }
 
 // outcome is what became of a device with a driver.

@@ -82,6 +82,7 @@ type Daemon struct {
 	kept  vhostuser.Kept // connections of the previous vnicd
 
 	blameless bool // the previous vnicd did not end by a fault of its own
+	resends   resends
 
 	continuity vhostuser.Continuity
 
@@ -124,6 +125,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 		o(d)
 	}
 	d.kept = d.store.Kept()
+	d.continuity.Resumed = func() { d.resends.Go(d.resend) }
 	d.blameless = d.watchCrash()
 	steps := []func() error{
 		d.makeRunDir, d.makeLoops, d.protect, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
@@ -148,6 +150,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 // descriptors for the next vnicd. Close may be called twice.
 func (d *Daemon) Close() error {
 	d.store.Freeze()
+	d.resends.end()
 	d.undo.run()
 	if err := d.store.Flush(flushLimit); err != nil {
 		d.log.Warn("VMs may lose their HCAs", "error", err)

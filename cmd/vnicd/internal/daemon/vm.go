@@ -158,6 +158,37 @@ func (v *vm) open(d *Daemon) (err error) {
 	return v.listen(socket, v.hca)
 }
 
+// resends are goroutines that run resend, until end.
+type resends struct {
+	mu    sync.Mutex
+	ended bool
+	tasks sync.WaitGroup
+}
+
+func (r *resends) Go(f func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.ended {
+		r.tasks.Go(f)
+	}
+}
+
+func (r *resends) end() {
+	r.mu.Lock()
+	r.ended = true
+	r.mu.Unlock()
+	r.tasks.Wait()
+}
+
+// resend lets the VMs' HCAs send again once all of them are back: what one sent before another was there is lost.
+func (d *Daemon) resend() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, v := range d.vms {
+		v.hca.Resend()
+	}
+}
+
 // listen serves a device on a socket.
 func (v *vm) listen(c vhostuser.Config, dev virtio.Device) error {
 	srv, err := vhostuser.Listen(c, dev, v.gvmi)

@@ -60,11 +60,11 @@ type engineJournal struct {
 	inner record.Codec
 	blob  []byte
 
-	touched []*qp           // their states may have changed since the last commit
-	srqs    []*srq          // likewise
-	changed []translate.Key // likewise, dynamic keys
-	keys    map[translate.Key]struct{}
-	peers   []*engine // have executed requests of this one since then
+	touched []*qp                      // their states may have changed since the last commit
+	srqs    []*srq                     // likewise
+	changed []translate.Key            // likewise, dynamic keys
+	keys    map[translate.Key]struct{} // dynamic keys that are in the log
+	peers   []*engine                  // have executed requests of this one since then
 
 	shown     []*qp    // committed: their consumer indices are to be published
 	shownSRQs []*srq   // likewise
@@ -132,7 +132,6 @@ func (e *engine) touchSRQ(s *srq) {
 func (e *engine) touchKey(k translate.Key) {
 	if j := e.journal; j != nil {
 		j.changed = append(j.changed, k)
-		j.keys[k&^keyVariant] = struct{}{}
 	}
 }
 
@@ -210,7 +209,9 @@ func (e *engine) commit() {
 		}
 	}
 	for _, k := range j.changed {
-		e.recordKey(k)
+		if e.recordKey(k) { // the guest may name what does not exist
+			j.keys[k&^keyVariant] = struct{}{}
+		}
 	}
 	j.recordOutputs()
 	j.touched, j.srqs, j.changed = empty(j.touched), empty(j.srqs), j.changed[:0]

@@ -125,6 +125,7 @@ func outlive(t *testing.T, times int, replace func(context.Context, *lab.Host)) 
 	t.Logf("from the end of vnicd to 1000 packets after the start of the next: %v", silences)
 	for what, p := range programs {
 		if t.Failed() {
+			check(t, p.Kill(ctx)) // unless it has ended
 			r := must[qemu.Result](t)(p.Wait(ctx))
 			t.Logf("the %s: status %d: %s%s", what, r.ExitCode, tail(r.Stdout, 300), tail(r.Stderr, 300))
 			continue

@@ -126,6 +126,10 @@ func createQP(c *cmd) (failed error) {
 		return err
 	}
 	q.init()
+	if j := c.d.journaled(); j != nil {
+		j.giveStored(c.d, q)
+		q.Stored(0)
+	}
 	c.addUser(&parts, q.engine)
 	err = c.on(q.engine, q.start)
 	if err != nil {

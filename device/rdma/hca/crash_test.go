@@ -119,17 +119,18 @@ type crash struct {
 	lkey, rkey   uint32
 	fastKey      uint32       // REG_MR: registered, used and invalidated in turns
 	list         translate.PA // its page list
+	consumed     int          // WRITE: messages that were seen by polling memory
 	posted       int
 	ready        int // receives posted
 	sent, gotten []abi.WC
 }
 
 const (
-	crashSlot = 8192
+	crashSlot = 128 << 10
 	crashMTU  = 1024
 )
 
-func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at int) *crash {
+func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at, size int) *crash {
 	before := LocalPath
 	LocalPath = local
 	defer func() { LocalPath = before }()
@@ -161,6 +162,9 @@ func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at int) 
 	c.src, c.dst = ga.alloc(c.n*crashSlot), gb.alloc(c.n*crashSlot)
 	c.lkey = ga.mr(1, c.src, c.n*crashSlot, abi.AccessLocalWrite)
 	c.rkey = gb.mr(1, c.dst, c.n*crashSlot, abi.AccessLocalWrite|remoteAll)
+	if size != 0 {
+		c.size = size
+	}
 	if c.atomic() {
 		c.size = 8
 	}
@@ -262,6 +266,20 @@ func (c *crash) program() {
 	c.sent = append(c.sent, c.a.scq.poll()...)
 	c.gotten = append(c.gotten, c.b.rcq.poll()...)
 	c.postNext()
+	for c.op == abi.WRRDMAWrite && c.consumed < c.n {
+		from, to := c.slots(c.consumed)
+		if !bytes.Equal(from, to) {
+			return
+		}
+		clear(to) // and it must not come again
+		c.consumed++
+	}
+}
+
+// slots returns the memory of message i at both ends.
+func (c *crash) slots(i int) (from, to []byte) {
+	at := translate.PA(i * crashSlot)
+	return c.w.guests[0].at(c.src+at, c.size), c.w.guests[1].at(c.dst+at, c.size)
 }
 
 // point is called at each point. At the chosen one the victims end: the guests and the network go on from what there
@@ -341,17 +359,22 @@ func (c *crash) check() {
 			c.t.Errorf("receive completion %d: request %d, status %d", i, wc.ID, wc.Status)
 		}
 	}
-	ga, gb := c.w.guests[0], c.w.guests[1]
+	gb := c.w.guests[1]
 	for i := range c.n {
 		if op := c.opOf(i); op == abi.WRRegMR || op == abi.WRLocalInv {
 			continue
 		}
-		x := ga.at(c.src+translate.PA(i*crashSlot), c.size)
-		if c.atomic() {
-			if v := binary.LittleEndian.Uint64(x); v != uint64(i) {
+		from, to := c.slots(i)
+		switch {
+		case c.atomic():
+			if v := binary.LittleEndian.Uint64(from); v != uint64(i) {
 				c.t.Errorf("atomic %d returned %d", i, v)
 			}
-		} else if !bytes.Equal(x, gb.at(c.dst+translate.PA(i*crashSlot), c.size)) {
+		case c.op == abi.WRRDMAWrite:
+			if i >= c.consumed || !bytes.Equal(to, make([]byte, c.size)) {
+				c.t.Errorf("message %d: %d were consumed, and its memory was written again", i, c.consumed)
+			}
+		case !bytes.Equal(from, to):
 			c.t.Errorf("the bytes of message %d differ", i)
 		}
 	}
@@ -385,12 +408,16 @@ func TestCrash(t *testing.T) {
 		op   uint32
 		srq  bool
 		sig  int
+		size int // 0: a few packets
 	}{
-		{"SEND", abi.WRSend, false, 1}, {"SEND, SRQ", abi.WRSend, true, 1}, {"SEND, some signalled", abi.WRSend, false, 4},
-		{"WRITE", abi.WRRDMAWrite, false, 1}, {"WRITE, some signalled", abi.WRRDMAWrite, false, 4},
-		{"WRITE with immediate", abi.WRRDMAWriteWithImm, false, 2}, {"READ", abi.WRRDMARead, false, 1},
-		{"REG_MR, SEND, LOCAL_INV", abi.WRRegMR, false, 2},
-		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3},
+		{"SEND", abi.WRSend, false, 1, 0}, {"SEND, SRQ", abi.WRSend, true, 1, 0},
+		{"SEND, some signalled", abi.WRSend, false, 4, 0}, {"SEND, long", abi.WRSend, false, 1, 100 * crashMTU},
+		{"WRITE", abi.WRRDMAWrite, false, 1, 0}, {"WRITE, some signalled", abi.WRRDMAWrite, false, 4, 0},
+		{"WRITE, long", abi.WRRDMAWrite, false, 2, 100 * crashMTU},
+		{"WRITE with immediate", abi.WRRDMAWriteWithImm, false, 2, 0}, {"READ", abi.WRRDMARead, false, 1, 0},
+		{"READ, long", abi.WRRDMARead, false, 1, 100 * crashMTU},
+		{"REG_MR, SEND, LOCAL_INV", abi.WRRegMR, false, 2, 0},
+		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1, 0}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3, 0},
 	} {
 		for _, victims := range []string{"a", "b", "ab", "AB"} {
 			local := victims == "AB"
@@ -402,7 +429,7 @@ func TestCrash(t *testing.T) {
 				}
 				for reached := true; reached && !t.Failed(); at += step {
 					t.Run(fmt.Sprint(at), func(t *testing.T) {
-						c := newCrash(t, x.op, x.srq, local, strings.ToLower(victims), at)
+						c := newCrash(t, x.op, x.srq, local, strings.ToLower(victims), at, x.size)
 						c.signalEvery = x.sig
 						reached = c.run()
 						total++

@@ -84,7 +84,7 @@ func (d *Device) Journal() (int, error) {
 		return -1, nil
 	}
 	words := d.lim.CQs + 1 // one more, for a CQ that is being resized
-	f, err := journal.New(journal.Config{Words: words, Shards: 1 + len(d.data.engines), Half: logSize})
+	f, err := journal.New(journal.Config{Words: words + len(d.data.qps), Shards: 1 + len(d.data.engines), Half: logSize})
 	if err != nil {
 		return -1, fmt.Errorf("hca: %w", err)
 	}
@@ -106,6 +106,10 @@ func (d *Device) Journal() (int, error) {
 			j.jobs[seq] = &r
 		}
 	}
+	for _, o := range d.tables.qpList {
+		j.giveStored(d, o.q)
+		o.q.Stored(o.q.t.StoredBefore()) // engines do not run
+	}
 	d.data.journal.Store(f)
 	for i, e := range d.data.engines {
 		e.loop.Visit(func() { e.journal = newEngineJournal(f.Shard(i + 1)) })
@@ -125,6 +129,9 @@ func (d *Device) closeJournal() {
 	for _, o := range d.tables.cqs {
 		o.q.word = nil
 	}
+	for _, o := range d.tables.qpList {
+		o.q.stored = nil
+	}
 	d.data.journal.Store(nil)
 	d.journal.file.Close()
 	d.journal = nil
@@ -136,6 +143,11 @@ func (j *controlJournal) giveWord(o *cqObject) {
 	o.word, j.words = j.words[n], j.words[:n]
 	o.q.word = j.file.Word(o.word)
 	o.q.save()
+}
+
+// giveStored assigns a QP the word for what it has stored, before the QP is used. Those of QPs follow those of CQs.
+func (j *controlJournal) giveStored(d *Device, q *qp) {
+	q.stored = j.file.Word(d.lim.CQs + 1 + q.index)
 }
 
 func (j *controlJournal) takeWord(o *cqObject) {

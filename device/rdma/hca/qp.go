@@ -59,10 +59,11 @@ type qp struct {
 	patience atomic.Uint32                // RC: wire.Patience of the peer as connection management shows it
 	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
-	touched   bool         // in engineJournal.touched
-	unshown   bool         // in engineJournal.shown
-	past      []pastAtomic // executed by the previous process
-	scheduled bool         // on the engine's run list
+	touched   bool           // in engineJournal.touched
+	unshown   bool           // in engineJournal.shown
+	past      []pastAtomic   // executed by the previous process
+	stored    *atomic.Uint64 // in the journal: see Stored; nil: there is none
+	scheduled bool           // on the engine's run list
 	next      *qp
 	running   bool // within Run: the SQ's consumer index is written when it ends
 	failing   bool // enters the error state at the next turn
@@ -413,6 +414,14 @@ func (q *qp) WriteRemote(key translate.Key, va translate.VA, src []byte) transla
 	return m
 }
 
+// Stored implements roce.Adapter.
+func (q *qp) Stored(psn uint64) {
+	if q.stored != nil {
+		q.stored.Store(psn)
+		point()
+	}
+}
+
 // AtomicRemote implements roce.Adapter. It is atomic with respect to the guest's own
 // processors too (IBTA 9.4.5, IB_ATOMIC_GLOB).
 func (q *qp) AtomicRemote(key translate.Key, va translate.VA, op roce.AtomicOp, compare, swapAdd uint64) (uint64,
@@ -586,8 +595,9 @@ func (q *qp) modify(a *roce.Attr, mask roce.Mask) error {
 	q.engine.touch(q)
 	err := q.t.Modify(q.engine.loop.Now(), a, mask)
 	if err == nil {
-		if mask&roce.MaskState != 0 && a.State == roce.Reset {
+		if mask&roce.MaskState != 0 && a.State <= roce.RTR { // a connection begins or ends, with other PSNs
 			q.past = nil
+			q.Stored(0)
 		}
 		q.attributesChanged(mask)
 	}

@@ -26,6 +26,7 @@ import (
 // past is what a journal says besides objects.
 type past struct {
 	cqs     map[uint32]*atomic.Uint64 // words, by CQ number
+	words   []*atomic.Uint64          // all
 	outputs []pastOutput
 	notes   []pastNote
 	queue   queueRecord
@@ -96,6 +97,7 @@ type stamped[T any] struct {
 }
 
 func (r *journalReader) read(c *journal.Contents) error {
+	r.past.words = c.Words
 	r.past.cqs, r.past.jobs = map[uint32]*atomic.Uint64{}, map[uint64]jobRecord{}
 	r.gids, r.bells, r.pds = map[uint32]gidContext{}, map[uint32]bellContext{}, map[uint32]bool{}
 	r.keys, r.cqs = map[uint32]stamped[keyContext]{}, map[uint32]cqContext{}
@@ -357,6 +359,11 @@ func (d *Device) finishPast(p *past) error {
 	for i := range p.notes {
 		if err := d.settleNote(&p.notes[i]); err != nil {
 			return err
+		}
+	}
+	for _, o := range t.qpList {
+		if i := len(p.words) - len(d.data.qps) + o.q.index; i >= 0 && i < len(p.words) {
+			o.q.engine.loop.Visit(func() { o.q.t.SetStored(p.words[i].Load()) })
 		}
 	}
 	d.pastQueue, d.pastJobs = p.queue, p.jobs

@@ -16,8 +16,15 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 		q.stats.RxDropped++
 		return
 	}
+	if q.req.nextPSN < q.req.sent && !q.fetchSent() {
+		q.stats.RxDropped++
+		return
+	}
 	q.recovery.notePeer(p.BTH.Selective, q.cfg.Window)
 	psn := extend(q.req.una, p.BTH.PSN)
+	if psn >= q.req.sent && psn < q.req.past && p.Info.Op == wire.Ack {
+		q.sentBefore(psn)
+	}
 	if psn < q.req.una || psn >= q.req.sent {
 		// A duplicate, or a response to a PSN that was never sent (IBTA 9.7.5.1.5: ghosts).
 		q.stats.Duplicates++

@@ -72,6 +72,10 @@ type Memory interface {
 	// ReadRemote and WriteRemote check (RemoteRead, RemoteWrite) and copy all bytes, or miss.
 	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss
 	WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss
+	// Stored says that all data of WRITEs with PSNs before psn is in memory; those are extended to 64 bits, see
+	// QP.Expected. A process that continues this one does not store it again (QP.SetStored): a program that polls memory
+	// may have overwritten it.
+	Stored(psn uint64)
 	// AtomicRemote executes one 8-byte atomic, which needs the right op.Needs(). va is 8-byte aligned. Operands and
 	// result are host-order integers.
 	AtomicRemote(key translate.Key, va translate.VA, op AtomicOp, compare, swapAdd uint64) (old uint64, m translate.Miss)

@@ -101,6 +101,8 @@ func (n *benchNode) AtomicRemote(_ translate.Key, _ translate.VA, _ AtomicOp, _,
 }
 func (n *benchNode) Peer() (*QP, uint64) { return n.near, 64 << 10 }
 
+func (n *benchNode) Stored(uint64) {}
+
 func (n *benchNode) Journaled() bool { return false }
 func (n *benchNode) GatherSpan(_ *WQE, off, k uint64) ([]byte, translate.Miss) {
 	return n.mem[off:][:k], n.miss(0)

@@ -84,6 +84,7 @@ func (q *QP) context(c *record.Codec, now int64, addressable func(*AddressVector
 	q.resp.record(c, q)
 	if c.Reading() && c.Err() == nil {
 		q.state = state
+		q.req.past = q.req.una + uint64(q.cfg.Window+readChunk)
 		q.frozen = frozen{since: now, refused: true, moved: true}
 		q.flushDelay = flushDelayMin
 	}
@@ -228,7 +229,7 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 
 // recordPosition describes the requester without its work requests.
 func (r *requester) recordPosition(c *record.Codec, q *QP) {
-	first, una := r.nextPSN, r.una
+	first, una, sent := r.nextPSN, r.una, r.sent
 	var executed []uint32
 	if !c.Reading() && r.head != r.tail {
 		first = r.slot(r.head).first
@@ -242,17 +243,46 @@ func (r *requester) recordPosition(c *record.Codec, q *QP) {
 	record.Num(c, &r.head)
 	recordPSN(c, &first, "first PSN of the send queue")
 	recordPSN(c, &una, "oldest unacknowledged PSN")
+	recordPSN(c, &sent, "end of the PSNs sent")
 	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
 	record.List(c, &executed, maxExecuted, "executed requests", func(n *uint32) { record.Num(c, n) })
 	if !c.Reading() {
 		return
 	}
 	r.executedBefore = executed
-	if una < first || una-first > packets(maxMessage, q.mtu) || q.typ != RC {
-		c.Fail("PSN %#x is unacknowledged, the oldest request begins with %#x", una, first)
+	if una < first || una-first > packets(maxMessage, q.mtu) || sent < una || sent-una > uint64(q.cfg.Window+readChunk) ||
+		q.typ != RC {
+		c.Fail("PSN %#x is unacknowledged, %#x sent: the oldest request begins with %#x", una, sent, first)
 	}
 	r.refetch, r.tail, r.cur = true, r.head, r.head
-	r.nextPSN, r.una, r.nxt, r.sent = first, una, una, una
+	r.nextPSN, r.una, r.nxt, r.sent = first, una, una, sent
+}
+
+// sentBefore is called when the peer acknowledges PSN psn, which this process has not sent. A killed process may have
+// sent it after the context.
+func (q *QP) sentBefore(psn uint64) {
+	r := &q.req
+	for r.nextPSN <= psn {
+		if !q.fetchWQE() || r.slot(r.tail-1).failed {
+			return
+		}
+	}
+	r.sent = psn + 1
+}
+
+// fetchSent fetches the requests again of which packets were sent, so that responses find them. It returns false if
+// that is not possible now.
+func (q *QP) fetchSent() bool {
+	for r := &q.req; r.nextPSN < r.sent; {
+		if !q.fetchWQE() {
+			return false
+		}
+		if s := r.slot(r.tail - 1); s.failed { // the guest has changed it: nothing behind it was sent
+			r.sent = max(s.first, r.una)
+			return r.nextPSN >= r.sent
+		}
+	}
+	return true
 }
 
 // resumes completes slot s, which was fetched again by the next process: it may be acknowledged in part, or executed.

@@ -49,7 +49,8 @@ type node struct {
 	recvs     []cqe
 	events    []EventKind
 	run       bool
-	journaled bool // see Adapter.Journaled
+	journaled bool   // see Adapter.Journaled
+	stored    uint64 // see Memory.Stored
 	timer     int64
 	inCall    bool
 	noBufs    int                                  // the next noBufs calls of GetBuf fail

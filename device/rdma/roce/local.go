@@ -56,7 +56,7 @@ func (q *QP) localPeer() (*QP, uint64) {
 // expectsLocal reports whether the responder is between packets and expects psn.
 func (q *QP) expectsLocal(psn uint64) bool {
 	r := &q.resp
-	return (r.epsn^psn)&psnMask == 0 && r.fatal.syndrome == 0 && r.nak == 0 && !r.nakSent &&
+	return (r.epsn^psn)&psnMask == 0 && r.epsn >= r.stored && r.fatal.syndrome == 0 && r.nak == 0 && !r.nakSent &&
 		r.pending == 0 && r.emptyDue.empty() && r.repeatsDue.empty() &&
 		!r.reorder.arrived.Any() && !r.dropMessage && q.faults.request.cause == waitNone
 }
@@ -81,6 +81,9 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	if n > 0 {
 		q.req.nxt += n
 		q.req.una, q.req.sent = q.req.nxt, q.req.nxt
+		if s.info.kind == kindWrite {
+			p.memory.Stored(p.resp.epsn)
+		}
 		if s.info.kind.needsResponse() {
 			p.resp.msn++ // each part of a READ is a request
 		} else {

@@ -18,6 +18,8 @@ const (
 func (m localMode) String() string { return [...]string{"frames", "local", "mixed"}[m] }
 
 // Peer implements Adapter.
+func (n *node) Stored(psn uint64) { n.stored = psn }
+
 func (n *node) Journaled() bool { return n.journaled }
 
 func (n *node) Peer() (*QP, uint64) {

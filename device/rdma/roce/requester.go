@@ -33,6 +33,7 @@ type requester struct {
 	// After a context without work requests (context.go): requests are fetched that were fetched before, of which these
 	// were executed, oldest first.
 	refetch        bool
+	past           uint64 // PSNs before it may have been sent by a process that was killed after the context
 	executedBefore []uint32
 
 	sinceAckReq uint32 // packets sent since the last AckReq
@@ -121,7 +122,7 @@ func (r *requester) start(psn uint32) {
 
 // fetchWQE fetches the next WQE into the ring and assigns its PSNs. It returns false if there is none or no room.
 func (q *QP) fetchWQE() bool {
-	if q.state != RTS {
+	if q.state != RTS && q.req.nextPSN >= q.req.sent {
 		return false // SQD: only WQEs that were begun
 	}
 	if q.req.tail-q.req.head == uint32(len(q.req.slots)) {
@@ -219,6 +220,9 @@ func (q *QP) runRC(budget int) (more bool) {
 		return false
 	}
 	q.req.blocked = false
+	if q.req.nextPSN < q.req.sent && !q.fetchSent() {
+		return false
+	}
 	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
 		if q.recovery.scoreboard.Active && q.req.nxt < q.req.sent {
@@ -466,7 +470,9 @@ func (q *QP) completeHead(st Status) {
 // failHead completes the oldest WQE with an error and stops the send queue: RC
 // goes to ERROR, UC and UD to SQE (IBTA 10.3.1.7, 10.3.1.8).
 func (q *QP) failHead(st Status) {
-	q.completeHead(st)
+	if q.req.head != q.req.tail { // else it could not be fetched again, and will be flushed
+		q.completeHead(st)
+	}
 	if q.typ == RC {
 		q.toErr()
 		return
@@ -480,7 +486,7 @@ func (q *QP) failHead(st Status) {
 
 // checkDrained raises EventSQDrained when nothing is in flight in SQD.
 func (q *QP) checkDrained() {
-	if q.state != SQD || !q.draining || q.req.head != q.req.tail {
+	if q.state != SQD || !q.draining || q.req.head != q.req.tail || q.req.nextPSN < q.req.sent {
 		return
 	}
 	q.draining = false

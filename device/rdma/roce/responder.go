@@ -40,6 +40,7 @@ type responder struct {
 	nakSent bool          // packets ahead of epsn are dropped without an answer (IBTA 9.7.5.2.4)
 	missing uint64        // end of the PSNs that were dropped in silence because of an absent page (suspend.go)
 	fatal   failure
+	stored  uint64 // the previous process has stored the data of WRITEs before this PSN
 
 	rnrRead uint64 // PSN at which the waiting READ was requested again: an answer is due; 0: none
 	waitDue bool   // a report is due that the request at epsn waits for a page
@@ -108,6 +109,22 @@ func (r *responder) reset(link Link) {
 	r.reorder.drop(link)
 	*r = responder{recv: RecvWQE{SGEs: r.recv.SGEs[:0]}, reorder: r.reorder}
 	r.start(0)
+}
+
+// SetStored says what the previous process had stored when it was killed: the data of WRITEs before PSN psn, as it told
+// the adapter (Memory.Stored). What is not plausible has no effect.
+func (q *QP) SetStored(psn uint64) {
+	if psn > q.resp.epsn && psn-q.resp.epsn < psnHalf {
+		q.resp.stored = psn
+	}
+}
+
+// StoredBefore returns what SetStored has set, 0 if that does not matter any more.
+func (q *QP) StoredBefore() uint64 {
+	if q.resp.stored <= q.resp.epsn {
+		return 0
+	}
+	return q.resp.stored
 }
 
 // Expected returns the PSN that the responder expects, extended to 64 bits: it never returns to an earlier value.
@@ -391,7 +408,14 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 			return v
 		}
 	}
-	if n > 0 {
+	switch {
+	case n == 0:
+	case q.resp.epsn < q.resp.stored: // a repetition
+		at := q.resp.va + translate.VA(q.resp.off)
+		if m := q.memory.CheckRemote(q.resp.rkey, at, n, translate.RemoteWrite); !m.OK() {
+			return q.writeRefused()
+		}
+	default:
 		if m := q.memory.WriteRemote(q.resp.rkey, q.resp.va+translate.VA(q.resp.off), p.Payload); !m.OK() {
 			if !m.Fault() {
 				return q.writeRefused()
@@ -400,6 +424,7 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 			q.waitFor(Responder, &q.faults.request, waitWrite, q.resp.epsn, m) // PF-8
 			return vFault
 		}
+		q.memory.Stored(q.resp.epsn + 1)
 	}
 	return vOK
 }

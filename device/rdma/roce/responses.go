@@ -200,10 +200,14 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 		h := p.RETH()
 		va, key, n := translate.VA(h.VA), translate.Key(h.RKey), uint64(h.Length)
 		off := (psn - r.first) * uint64(q.mtu)
-		if key != r.key || va != r.va+translate.VA(off) || off > r.length || n > r.length-off {
+		if key != r.key || va != r.va+translate.VA(off) || off > r.length ||
+			n > r.length-off && r.length%uint64(q.mtu) != 0 {
 			q.stats.RxDropped++
 			return
 		}
+		// A requester that was continued after a kill may divide a READ in another way: it gets what belongs to this
+		// part, and asks for the rest.
+		n = min(n, r.length-off)
 		stop = psn + packets(n, q.mtu)
 		if n < r.length-off && n%uint64(q.mtu) != 0 {
 			q.stats.RxDropped++ // would end inside a packet of the original

@@ -120,13 +120,15 @@ func (h *Host) Run(ctx context.Context, yaml string) error {
 func (h *Host) Launch() (*harness.Process, error) {
 	log, argv := filepath.Join(h.Dir, "vnicd.log"), []string{h.lab.VNICD, "run", "-c", filepath.Join(h.Dir, "vnicd.yaml"),
 		"--log-level", "debug"}
+	env := h.Env
 	if h.Keep {
 		argv = append(argv, "--keep")
+		env = append(slices.Clone(env), "TMPDIR="+h.Dir) // what a keeper leaves that the lab kills goes with the lab
 	}
 	if h.Manager != nil {
-		return h.Manager.Start(h.NS, log, h.Env, argv...)
+		return h.Manager.Start(h.NS, log, env, argv...)
 	}
-	return h.NS.Start(log, h.Env, argv...)
+	return h.NS.Start(log, env, argv...)
 }
 
 // Start calls Launch and returns when the daemon answers.

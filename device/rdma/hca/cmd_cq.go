@@ -250,6 +250,9 @@ func modifySRQ(c *cmd) error {
 		}
 	}
 	err = c.onOwner(o.owner, func() error {
+		if o.owner != nil {
+			o.owner.commitNow()
+		}
 		mask := s.wr.mask
 		if r.Flags&abi.SRQResize != 0 {
 			mask = ring.mask

@@ -182,6 +182,7 @@ func modifyQP(c *cmd) error {
 	}
 	q := o.q
 	err = q.engine.on(func() error {
+		q.engine.commitNow()
 		err := q.modify(&a, roce.Mask(r.AttrMask))
 		if err == nil && (r.AttrMask&abi.QPAttrState == 0 || a.State != roce.Reset) { // to RESET it may be executed twice
 			c.effect(func(j *controlJournal) { j.addQP(o) })

@@ -398,6 +398,9 @@ func ids(wcs []abi.WC) (out []uint64) {
 // The process ends at a store: no program notices (CO-2). Victims: the requester's host, the responder's, or both,
 // which are one host then and use the local path, too.
 func TestCrash(t *testing.T) {
+	if LocalPath || Journaled {
+		t.Skip("its devices have both anyway")
+	}
 	size := logSize
 	logSize = 256 << 10
 	defer func() { logSize = size }()
@@ -444,6 +447,9 @@ func TestCrash(t *testing.T) {
 // Journals that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).
 // So are those of another VM, and of a device with other engines.
 func TestDamagedJournal(t *testing.T) {
+	if LocalPath || Journaled {
+		t.Skip("its devices have both anyway")
+	}
 	size := logSize
 	logSize = 256 << 10
 	defer func() { logSize = size }()

@@ -194,6 +194,9 @@ func (e *engine) Poll(now int64) bool {
 		budget = pollShared
 	}
 	for turns := 0; e.first != nil && turns < pollTurns && budget > 0; turns++ {
+		if e.journal != nil && len(e.journal.changed) > 0 {
+			e.settle() // a key that the next requests may tell a peer
+		}
 		q := e.nextQP()
 		e.current = q
 		before := e.served()
@@ -205,7 +208,6 @@ func (e *engine) Poll(now int64) bool {
 		busy = true
 	}
 	if j := e.journal; j != nil && (j.committed < len(j.outputs) || len(j.peers) > 0) {
-		e.commitPeers()
 		e.settle()
 	}
 	e.db.clear(e.onBellCleared)

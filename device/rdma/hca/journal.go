@@ -3,6 +3,7 @@
 package hca
 
 import (
+	"slices"
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -160,10 +161,17 @@ func (e *engine) settle() {
 		if !e.journal.pending() {
 			return
 		}
-		if e.journal.dirty() {
-			e.commit()
-		}
+		e.commitNow()
 		e.show()
+	}
+}
+
+// commitNow commits what has changed, without access to guest memory: first where requests of this engine were
+// executed.
+func (e *engine) commitNow() {
+	if j := e.journal; j != nil && (j.dirty() || len(j.peers) > 0) {
+		e.commitPeers()
+		e.commit()
 	}
 }
 
@@ -192,31 +200,45 @@ func (e *engine) commitPeers() {
 // commit makes the present states valid in the journal.
 func (e *engine) commit() {
 	j := e.journal
+	lost := e.dev.journal.Load() == nil // then nothing is recorded any more
 	point()
-	j.log.Add(recTurn, 0, nil)
+	if !lost {
+		j.log.Add(recTurn, 0, nil)
+	}
 	for _, q := range j.touched {
-		e.recordQP(q)
+		if !lost {
+			e.recordQP(q)
+		}
 		if q.touched = false; !q.unshown {
 			q.unshown = true
 			j.shown = append(j.shown, q)
 		}
 	}
 	for _, s := range j.srqs {
-		j.recordSRQ(s)
+		if !lost {
+			j.addSRQ(j.log, s)
+		}
 		if s.touched = false; !s.unshown {
 			s.unshown = true
 			j.shownSRQs = append(j.shownSRQs, s)
 		}
 	}
 	for _, k := range j.changed {
-		if e.recordKey(k) { // the guest may name what does not exist
+		if !lost && e.recordKey(k) { // the guest may name what does not exist
 			j.keys[k&^keyVariant] = struct{}{}
 		}
 	}
-	j.recordOutputs()
+	if j.committed = len(j.outputs); !lost {
+		j.recordOutputs()
+	}
 	j.touched, j.srqs, j.changed = empty(j.touched), empty(j.srqs), j.changed[:0]
 	point()
-	if j.log.Long() || !j.log.Commit() {
+	switch {
+	case lost:
+		for i := range j.outputs {
+			j.outputs[i].place = nil
+		}
+	case j.log.Long() || !j.log.Commit():
 		e.renewJournal()
 	}
 	point()
@@ -231,7 +253,7 @@ func (e *engine) renewJournal() {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
 			e.recordQP(q)
 			if q.srq != nil {
-				j.recordSRQ(q.srq)
+				j.addSRQ(j.log, q.srq)
 			}
 		}
 	}
@@ -274,8 +296,6 @@ func (j *engineJournal) addQP(log *journal.Shard, q *qp) {
 	log.End(c.Bytes())
 }
 
-func (j *engineJournal) recordSRQ(s *srq) { j.addSRQ(j.log, s) }
-
 func (j *engineJournal) addSRQ(log *journal.Shard, s *srq) {
 	x := s.state()
 	c := j.codec.AppendTo(log.Begin(recSRQ, uint64(s.n))).Of(contextVersion)
@@ -286,12 +306,14 @@ func (j *engineJournal) addSRQ(log *journal.Shard, s *srq) {
 // recordKey adds the state of a dynamic key; false if it exists no more.
 func (e *engine) recordKey(k translate.Key) bool {
 	j := e.journal
+	b := j.log.Begin(recKey, 0) // the stamp is older than the state, which others may change and record
 	s, ok := e.dev.vm.DynamicState(k)
 	if !ok {
 		return false
 	}
 	x := keyContext{state: s}
-	c := j.codec.AppendTo(j.log.Begin(recKey, uint64(s.Handle))).Of(contextVersion)
+	journal.SetKey(b, uint64(s.Handle))
+	c := j.codec.AppendTo(b).Of(contextVersion)
 	x.record(c)
 	j.log.End(c.Bytes())
 	return true
@@ -383,7 +405,9 @@ func (q *qp) publishRecv() {
 	switch m := q.rq.publish(); {
 	case m.OK():
 		q.rq.stale = false
-	case !m.Fault():
+	case m.Fault():
+		q.waiters[roce.Responder].raiseHost(m, true, true) // its answer touches the QP
+	default:
 		q.fail("receive queue is not in guest memory")
 	}
 }
@@ -393,6 +417,13 @@ func (s *srq) publish() {
 	if s.wr.stale && s.wr.publish().OK() {
 		s.wr.stale = false
 	}
+}
+
+// forget removes a QP that leaves the engine.
+func (j *engineJournal) forget(q *qp) {
+	is := func(x *qp) bool { return x == q }
+	j.touched, j.shown = slices.DeleteFunc(j.touched, is), slices.DeleteFunc(j.shown, is)
+	q.touched, q.unshown = false, false
 }
 
 // clear forgets everything; the objects are destroyed.

@@ -21,7 +21,7 @@ import (
 //	           answer, objects   in the used ring
 
 // logSize bounds a shard's log, in bytes. Only what is used takes memory.
-var logSize = 256 << 20
+var logSize = 64 << 20
 
 // controlJournal is the control side's shard. The command goroutine writes it; or a loop that this goroutine visits;
 // or the connection's goroutine, while no command goroutine runs.
@@ -84,7 +84,8 @@ func (d *Device) Journal() (int, error) {
 		return -1, nil
 	}
 	words := d.lim.CQs + 1 // one more, for a CQ that is being resized
-	f, err := journal.New(journal.Config{Words: words + len(d.data.qps), Shards: 1 + len(d.data.engines), Half: logSize})
+	f, err := journal.New(journal.Config{Format: contextVersion, Words: words + len(d.data.qps),
+		Shards: 1 + len(d.data.engines), Half: logSize})
 	if err != nil {
 		return -1, fmt.Errorf("hca: %w", err)
 	}
@@ -269,8 +270,11 @@ func (d *Device) addObject(x object) {
 			return
 		}
 	case recKey:
+		b := j.log.Begin(x.kind, uint64(x.n)) // the stamp is older than the state, which an engine may change and record
 		if k, err := d.takeKey(x.n); err == nil {
-			j.put(x.kind, x.n, k.record)
+			c := j.codec.AppendTo(b).Of(contextVersion)
+			k.record(c)
+			j.log.End(c.Bytes())
 			return
 		}
 	case recCQ:
@@ -281,7 +285,10 @@ func (d *Device) addObject(x object) {
 	case recSRQObject:
 		if o := t.srqs[x.n]; o != nil {
 			if o.owner != nil {
-				o.owner.loop.Visit(func() { j.addSRQ(o) })
+				o.owner.loop.Visit(func() {
+					o.owner.commitNow()
+					j.addSRQ(o)
+				})
 			} else {
 				j.addSRQ(o)
 			}
@@ -289,7 +296,10 @@ func (d *Device) addObject(x object) {
 		}
 	case recQPObject:
 		if o := t.qpList[x.n]; o != nil {
-			o.q.engine.loop.Visit(func() { j.addQP(o) })
+			o.q.engine.loop.Visit(func() {
+				o.q.engine.commitNow()
+				j.addQP(o)
+			})
 			return
 		}
 	case recGroups:
@@ -466,10 +476,10 @@ func (d *Device) wiped() {
 	for i := range d.lim.CQs + 1 {
 		j.words = append(j.words, d.lim.CQs-i)
 	}
+	d.renewJournal() // first: without objects, what engines have recorded does not matter
 	for _, e := range d.data.engines {
 		e.loop.Visit(func() { e.journal.clear() })
 	}
-	d.renewJournal()
 }
 
 // deviceNumbers are what decides about the numbers of objects to come, and the generation.

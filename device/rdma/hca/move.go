@@ -54,6 +54,9 @@ func (q *qp) leaveEngine() {
 		e.unschedule(q)
 		q.timer.Stop()
 		e.qps--
+		if e.journal != nil {
+			e.journal.forget(q)
+		}
 	}()
 	if t, ok := e.enter(); ok {
 		defer e.leave(t)
@@ -63,7 +66,7 @@ func (q *qp) leaveEngine() {
 
 // joinEngine assigns q to an engine and puts it back into the tables of QPs; on that engine's loop.
 func (q *qp) joinEngine(e *engine) {
-	q.engine, q.localRoute, q.touched, q.unshown = e, localRoute{}, false, false
+	q.engine, q.localRoute = e, localRoute{}
 	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption(), loop.Metered(&e.dev.meter))
 	e.qps++
 	q.dev.publish(q)

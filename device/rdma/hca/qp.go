@@ -97,7 +97,13 @@ func (q *qp) run(now int64, budget int) bool {
 		q.toErr(now)
 	}
 	defer q.engine.endLocal()
-	waits := q.draining && !q.drainDone(now)
+	waits := false
+	if q.draining {
+		waits = !q.drainDone(now)
+		if q.engine.journal != nil {
+			q.engine.settle() // what was received is acknowledged after its commit
+		}
+	}
 	if q.t.State() == roce.Err {
 		budget = max(budget/flushCost, 1)
 	}

@@ -67,7 +67,11 @@ func (d *Device) Revive(fd int) (err error) {
 	if n := 1 + len(d.data.engines); len(contents.Shards) != n {
 		return fmt.Errorf("%d shards, the device has %d: %w", len(contents.Shards), n, record.ErrInvalid)
 	}
-	var r journalReader
+	if contents.Format == 0 || contents.Format > contextVersion {
+		return fmt.Errorf("records of version %d, this vnicd knows 1 to %d: %w", contents.Format, contextVersion,
+			record.ErrInvalid)
+	}
+	r := journalReader{format: contents.Format}
 	if err := r.read(contents); err != nil {
 		return err
 	}
@@ -79,8 +83,9 @@ func (d *Device) Revive(fd int) (err error) {
 
 // journalReader makes a context of the contents of a journal. A newer record of an object replaces older ones.
 type journalReader struct {
-	x    deviceContext
-	past past
+	format uint32
+	x      deviceContext
+	past   past
 
 	gids  map[uint32]gidContext
 	bells map[uint32]bellContext
@@ -140,8 +145,8 @@ func (r *journalReader) read(c *journal.Contents) error {
 }
 
 // decode reads the payload of a record.
-func decode(x *journal.Record, f func(*record.Codec)) error {
-	c := record.Reader(x.Payload).Of(contextVersion)
+func (r *journalReader) decode(x *journal.Record, f func(*record.Codec)) error {
+	c := record.Reader(x.Payload).Of(r.format)
 	f(c)
 	if err := c.End(); err != nil {
 		return fmt.Errorf("record %d of %#x: %w", x.Kind, x.Key, err)
@@ -152,33 +157,34 @@ func decode(x *journal.Record, f func(*record.Codec)) error {
 // control reads a record of the control side.
 func (r *journalReader) control(x *journal.Record, words []*atomic.Uint64) (err error) {
 	n := uint32(x.Key)
+	named := n // what the payload says
 	switch x.Kind {
 	case recDevice:
 		var p deviceNumbers
-		err = decode(x, p.record)
+		err = r.decode(x, p.record)
 		r.x.generation, r.x.lastPD, r.x.lastCQ, r.x.lastSRQ, r.x.lastWindowPD = p.generation, p.lastPD, p.lastCQ, p.lastSRQ,
 			p.lastWindowPD
 	case recGID:
 		var v gidContext
-		err = decode(x, v.record)
-		r.gids[n] = v
+		err = r.decode(x, v.record)
+		r.gids[n], named = v, uint32(v.index)
 	case recBells:
 		var v bellContext
-		err = decode(x, v.record)
-		r.bells[n] = v
+		err = r.decode(x, v.record)
+		r.bells[n], named = v, v.engine
 	case recAHs:
 		r.x.ahs = ahContext{}
-		err = decode(x, r.x.ahs.record)
+		err = r.decode(x, r.x.ahs.record)
 	case recPD:
 		r.pds[n] = true
 	case recKey:
 		var v keyContext
-		err = decode(x, v.record)
-		r.keys[n] = stamped[keyContext]{x.Stamp, v}
+		err = r.decode(x, v.record)
+		r.keys[n], named = stamped[keyContext]{x.Stamp, v}, uint32(v.state.Handle)
 	case recCQ:
 		var v cqContext
 		word := 0
-		err = decode(x, func(c *record.Codec) {
+		err = r.decode(x, func(c *record.Codec) {
 			record.Max(c, &word, len(words)-1, "word of a completion queue")
 			v.record(c)
 		})
@@ -187,28 +193,31 @@ func (r *journalReader) control(x *journal.Record, words []*atomic.Uint64) (err 
 			w := words[word].Load()
 			v.prod, v.failed = uint32(w&cqProdMask), w&cqFailed != 0
 		}
-		r.cqs[n] = v
+		r.cqs[n], named = v, v.n
 	case recSRQObject:
 		var v srqContext
-		err = decode(x, v.record)
-		r.srqs[n] = stamped[srqContext]{x.Stamp, v}
+		err = r.decode(x, v.record)
+		r.srqs[n], named = stamped[srqContext]{x.Stamp, v}, v.n
 	case recQPObject:
 		var v qpContext
-		err = decode(x, v.record)
-		r.qps[n] = stamped[qpContext]{x.Stamp, v}
+		err = r.decode(x, v.record)
+		r.qps[n], named = stamped[qpContext]{x.Stamp, v}, v.n
 	case recGroups:
-		err = decode(x, func(c *record.Codec) { recordGroups(c, &r.x.groups) })
+		err = r.decode(x, func(c *record.Codec) { recordGroups(c, &r.x.groups) })
 	case recQueue:
-		err = decode(x, r.past.queue.record)
+		err = r.decode(x, r.past.queue.record)
 	case recJob:
 		var v jobRecord
-		err = decode(x, v.record)
+		err = r.decode(x, v.record)
 		v.answer = slices.Clone(v.answer) // which refers to the journal
 		r.past.jobs[x.Key] = v
 	case recGone:
 		r.gone(uint32(x.Key>>32), n)
 	default:
 		err = fmt.Errorf("record of kind %d: %w", x.Kind, record.ErrInvalid)
+	}
+	if err == nil && named != n {
+		err = fmt.Errorf("record %d of %#x describes %#x: %w", x.Kind, n, named, record.ErrInvalid)
 	}
 	return err
 }
@@ -242,7 +251,7 @@ func (r *journalReader) state(x *journal.Record) error {
 	switch x.Kind {
 	case recQP:
 		var v qpState
-		if err := decode(x, v.record); err != nil {
+		if err := r.decode(x, v.record); err != nil {
 			return err
 		}
 		if q, ok := r.qps[n]; ok && x.Stamp > q.stamp {
@@ -251,7 +260,7 @@ func (r *journalReader) state(x *journal.Record) error {
 		}
 	case recSRQ:
 		var v srqState
-		if err := decode(x, v.record); err != nil {
+		if err := r.decode(x, v.record); err != nil {
 			return err
 		}
 		if q, ok := r.srqs[n]; ok && x.Stamp > q.stamp {
@@ -260,10 +269,11 @@ func (r *journalReader) state(x *journal.Record) error {
 		}
 	case recKey:
 		var v keyContext
-		if err := decode(x, v.record); err != nil {
+		if err := r.decode(x, v.record); err != nil {
 			return err
 		}
-		if k, ok := r.keys[n]; ok && k.v.state.Dynamic && v.state.Dynamic && x.Stamp > k.stamp {
+		named := v.state.Dynamic && uint32(v.state.Handle) == n
+		if k, ok := r.keys[n]; ok && k.v.state.Dynamic && named && x.Stamp > k.stamp {
 			r.keys[n] = stamped[keyContext]{x.Stamp, v}
 		}
 	default:
@@ -390,7 +400,7 @@ func (d *Device) publishPast(e *engine) {
 	}
 	for _, o := range t.qpList {
 		if q := o.q; q.engine == e && q.t.State() != roce.Reset {
-			q.sq.stale = !q.sq.publish().OK()
+			q.sq.stale = !q.sq.publish().OK() || len(q.unpostedCQEs) > 0
 			if q.hasRQ {
 				q.rq.stale = !q.rq.publish().OK()
 			}
@@ -418,7 +428,7 @@ func (d *Device) showPast(p *pastOutput) (err error) {
 	gone := e.visit(func() {
 		_ = d.data.space().Epochs().Within(commandSlot, func() error {
 			if q != nil && (q.sq.stale || len(q.unpostedCQEs) > 0) && p.place.Load() == 0 {
-				q.unpostedCQEs = append(q.unpostedCQEs, p.wc)
+				q.unpostedCQEs, q.sq.stale = append(q.unpostedCQEs, p.wc), true
 				return nil
 			}
 			o.q.show(&output{cq: o.q, solicited: p.solicited, wc: p.wc, place: p.place})

@@ -17,8 +17,9 @@ const contextVersion = 3
 
 const (
 	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.
-	maxContext = 1 << 30
-	maxPast    = 1 << 16 // atomics of a QP that a killed process has executed
+	maxContext   = 1 << 30
+	mostUnposted = 1 << 16 // completions of a poll that wait for the SQ's consumer index
+	maxPast      = 1 << 16 // atomics of a QP that a killed process has executed
 )
 
 // Bounds of lists: what the limits of a device permit at most.
@@ -128,7 +129,7 @@ func (x *qpState) record(c *record.Codec) {
 	record.Num(c, &x.events)
 	record.Num(c, &x.faults[0])
 	record.Num(c, &x.faults[1])
-	record.List(c, &x.unposted, maxUnposted, "completions", func(w *abi.WC) {
+	record.List(c, &x.unposted, mostUnposted, "completions", func(w *abi.WC) {
 		var b [abi.SizeWC]byte
 		w.Encode(b[:])
 		c.Fixed(b[:])

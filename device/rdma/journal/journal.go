@@ -8,7 +8,8 @@
 // other half of its shard (Restart), writes all that is still valid, and commits: the same store switches to that
 // half.
 //
-//	page 0   header: magic, version, number of words, number of shards, bytes of a half
+//	page 0   header: magic, version, number of words, number of shards, bytes of a half,
+//	         version of the records
 //	words    8 bytes each, to the end of a page
 //	shard    head, in a page of its own; half 0; half 1
 //	head     bit 63: the half in use; the others: length of its log
@@ -34,7 +35,7 @@ const (
 	version = 1
 	page    = 4096
 
-	headerLen = 16 + 4*8
+	headerLen = 16 + 5*8
 	recordLen = 24 // before the payload
 
 	halfBit = 1 << 63
@@ -58,6 +59,7 @@ type Journal struct {
 
 // Config says how large the parts of a file are.
 type Config struct {
+	Format uint32 // of the records: for the reader
 	Words  int
 	Shards int
 	Half   int // bytes of a log at most; a multiple of 4096
@@ -92,8 +94,8 @@ func New(c Config) (*Journal, error) {
 		j.shards[i] = Shard{j: j, head: word(j.mem[at:]),
 			halves: [2][]byte{j.mem[at+page:][:c.Half:c.Half], j.mem[at+page+c.Half:][:c.Half:c.Half]}}
 	}
-	h := append([]byte(magic), make([]byte, 4*8)...)
-	for i, v := range [...]int{version, c.Words, c.Shards, c.Half} {
+	h := append([]byte(magic), make([]byte, 5*8)...)
+	for i, v := range [...]int{version, c.Words, c.Shards, c.Half, int(c.Format)} {
 		le.PutUint64(h[16+8*i:], uint64(v))
 	}
 	copy(j.mem, h)
@@ -175,6 +177,9 @@ func (s *Shard) End(b []byte) []byte {
 	return b[recordLen:]
 }
 
+// SetKey sets the key of a record that Begin has returned, before anything is appended.
+func SetKey(b []byte, key uint64) { le.PutUint64(b[8:], key) }
+
 // Add adds a record.
 func (s *Shard) Add(kind uint32, key uint64, payload []byte) {
 	s.End(append(s.Begin(kind, key), payload...))
@@ -228,6 +233,7 @@ type Record struct {
 
 // Contents is what a file says. It refers to the file's memory, and its words may be changed, until Close.
 type Contents struct {
+	Format uint32
 	Words  []*atomic.Uint64
 	Shards [][]Record // in the order in which they were added
 	mem    []byte
@@ -281,6 +287,9 @@ func (x *Contents) parse() error {
 		return fmt.Errorf("%w: %d words, %d shards of %d bytes", ErrInvalid, n(1), n(2), n(3))
 	}
 	c := Config{Words: int(n(1)), Shards: int(n(2)), Half: int(n(3))}
+	if x.Format = uint32(n(4)); uint64(x.Format) != n(4) {
+		return fmt.Errorf("%w: records of version %d", ErrInvalid, n(4))
+	}
 	l := c.layout()
 	if l.size != len(x.mem) {
 		return fmt.Errorf("%w: a file of %d bytes, its parts have %d", ErrInvalid, len(x.mem), l.size)

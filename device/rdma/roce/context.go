@@ -36,18 +36,23 @@ func recordPSN(c *record.Codec, psn *uint64, what string) {
 // Context writes the context of q, which is frozen, or reads it into q, which is new and is frozen afterwards.
 // addressable reports whether q may send to a path; it is asked about paths that are read.
 func (q *QP) Context(c *record.Codec, now int64, addressable func(*AddressVector) bool) {
-	q.context(c, now, addressable, q.req.refetch && q.fetchesAgain())
+	q.context(c, now, addressable, q.req.refetch && q.fetchesAgain() || q.lacksRequests())
 }
 
 // Journal writes the context of q as it is between two calls. If possible it is without the work requests that were
 // fetched: the next process fetches them again, as their slots in the queue are not free before they complete.
 func (q *QP) Journal(c *record.Codec, now int64) {
-	q.context(c, now, nil, q.fetchesAgain())
+	q.context(c, now, nil, q.fetchesAgain() || q.lacksRequests())
 }
 
 // fetchesAgain reports whether q can do without its work requests: no request in flight has a length of its own.
 func (q *QP) fetchesAgain() bool {
 	return q.typ == RC && q.state == RTS && q.req.readHead == q.req.readTail
+}
+
+// lacksRequests reports whether requests of which packets were sent have not been fetched again. No READ is in flight.
+func (q *QP) lacksRequests() bool {
+	return q.typ == RC && (q.state == RTS || q.state == SQD) && q.req.nextPSN < q.req.sent
 }
 
 // Refetches reports whether the context that was read has no work requests: the adapter must return the oldest one that
@@ -263,8 +268,11 @@ func (r *requester) recordPosition(c *record.Codec, q *QP) {
 func (q *QP) sentBefore(psn uint64) {
 	r := &q.req
 	for r.nextPSN <= psn {
-		if !q.fetchWQE() || r.slot(r.tail-1).failed {
+		if !q.fetchWQE() {
 			return
+		}
+		if s := r.slot(r.tail - 1); s.failed || s.info.kind == kindManage && !s.executed {
+			return // sent or not, it is first to be executed here
 		}
 	}
 	r.sent = psn + 1

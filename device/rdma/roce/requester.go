@@ -247,6 +247,9 @@ func (q *QP) runRC(budget int) (more bool) {
 			}
 			q.req.cur++
 			q.completeManaged()
+			if q.link.Journaled() {
+				return true // requests behind it may tell the peer its key, after the commit
+			}
 			continue
 		}
 		if !asked {

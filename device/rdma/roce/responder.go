@@ -114,7 +114,7 @@ func (r *responder) reset(link Link) {
 // SetStored says what the previous process had stored when it was killed: the data of WRITEs before PSN psn, as it told
 // the adapter (Memory.Stored). What is not plausible has no effect.
 func (q *QP) SetStored(psn uint64) {
-	if psn > q.resp.epsn && psn-q.resp.epsn < psnHalf {
+	if q.typ == RC && psn > q.resp.epsn && psn-q.resp.epsn < psnHalf { // others do not repeat
 		q.resp.stored = psn
 	}
 }
@@ -424,7 +424,9 @@ func (q *QP) executeWrite(p *wire.RoCE, n uint64) verdict {
 			q.waitFor(Responder, &q.faults.request, waitWrite, q.resp.epsn, m) // PF-8
 			return vFault
 		}
-		q.memory.Stored(q.resp.epsn + 1)
+		if q.typ == RC {
+			q.memory.Stored(q.resp.epsn + 1)
+		}
 	}
 	return vOK
 }

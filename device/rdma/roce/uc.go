@@ -44,7 +44,11 @@ func (q *QP) runUC(budget int) (more bool) {
 		}
 		if q.req.nxt == s.end {
 			q.req.una, q.req.sent = q.req.nxt, q.req.nxt
+			managed := s.info.kind == kindManage
 			q.completeHead(StatusSuccess)
+			if managed && q.link.Journaled() {
+				return true // see runRC
+			}
 		}
 	}
 	return true

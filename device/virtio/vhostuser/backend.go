@@ -22,6 +22,21 @@ type backend struct {
 	open    bool
 	closed  bool
 	pending bool // a change that was not reported yet
+	held    bool // nothing is reported until release
+}
+
+// hold keeps notices back until release: requests of the front end may wait that stop the rings.
+func (b *backend) hold() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.held = true
+}
+
+func (b *backend) release(log hclog.Logger) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.held = false
+	b.tellLocked(log)
 }
 
 // set takes over fd, a connected stream socket.
@@ -82,7 +97,7 @@ func (b *backend) configChanged(log hclog.Logger) {
 
 // tellLocked sends a pending notice, if it may.
 func (b *backend) tellLocked(log hclog.Logger) {
-	if !b.pending || !b.open || !b.live {
+	if !b.pending || !b.open || !b.live || b.held {
 		return
 	}
 	msg := Header{Request: BackendConfigChange, Flags: FlagVersion}.Append(nil)

@@ -9,7 +9,7 @@ import (
 // ready for use.
 type Continuity struct {
 	// Resumed, if set before the first use, is called when no connection is being resumed any more: devices that send to
-	// each other find each other from then on. It is called on the goroutine of a connection, perhaps several times.
+	// each other find each other from then on. It is called on any goroutine, perhaps several times.
 	Resumed func()
 
 	mu sync.Mutex
@@ -29,6 +29,12 @@ func (c *Continuity) Status() ContinuityStatus {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.s
+}
+
+// Hold keeps Resumed from being called until release: the caller is about to begin to resume connections.
+func (c *Continuity) Hold() (release func()) {
+	c.begin()
+	return func() { c.end(anew, 0) }
 }
 
 // begin and end enclose the resumption of a connection. end is called once for each begin. Both accept nil.

@@ -15,6 +15,9 @@ func SetTrial(settle, alone time.Duration) (restore func()) {
 // MarkOff is the place of a kept connection's mark.
 const MarkOff = markOff
 
+// MaxSpared bounds the kills that cast no suspicion.
+const MaxSpared = maxSpared
+
 // SetPwrite replaces the writes of states while no server runs, and returns the inverse.
 func SetPwrite(f func(fd int, b []byte, off int64) (int, error)) (restore func()) {
 	was := pwrite

@@ -289,6 +289,8 @@ func (se *session) adopt(kept Kept) error {
 	}
 	live := s.Live || s.Running.runs() // the process may have been killed before it wrote that a ring runs
 	se.wasLive, se.oldLive = live, live
+	se.untold = s.Untold
+	se.backend.hold() // QEMU may have begun to stop the rings
 	goesOn := se.takeOver(&s, kept)
 	if !goesOn || s.Untold {
 		se.untold = true

@@ -125,7 +125,11 @@ func (se *session) converse(kept Kept) error {
 	}
 	var m Message
 	defer m.Close()
-	for {
+	for held := true; ; {
+		if held && !se.t.Pending() {
+			held = false
+			se.backend.release(se.log)
+		}
 		se.announce()
 		if err := se.t.Recv(&m, Header.Check); err != nil {
 			if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {

@@ -24,7 +24,7 @@ import (
 // After a crash all connections that were being resumed, or had been for less than settleTime, are suspects. Each is
 // resumed alone, one after the other, so that a second crash tells which one is guilty. The others keep their devices.
 //
-// A process that somebody else has killed (Config.Blameless) casts no suspicion.
+// A process that somebody else has killed (Config.Blameless) casts no suspicion, up to maxSpared times in a row.
 //
 // The state of a virtio.Survivor may be what ends processes, and comes back after each crash. So instead of being
 // dropped, such a device has to begin anew, alone (markAnew); only after another crash it is dropped.
@@ -35,7 +35,12 @@ const (
 	markTogether             // resumed lately
 	markAlone                // being resumed alone
 	markAnew                 // the same, without the device's state
+
+	markSpared mark = 16 // and up to maxSpared-1 more: resumed so often after processes that somebody else had killed
 )
+
+// maxSpared bounds how often in a row that casts no suspicion: what a process adopts may make the system kill it.
+const maxSpared = 20
 
 // markOff is the place of the mark: the last byte of the state's file.
 const markOff = keptSize - 1
@@ -79,15 +84,19 @@ func (s *Server) try(kept Kept) (*trial, error) {
 	was, err := t.read()
 	switch {
 	case err != nil:
-	case s.cfg.Blameless:
+	case s.cfg.Blameless && was == markServed:
 		err = t.write(markTogether)
+	case s.cfg.Blameless && was == markTogether:
+		err = t.write(markSpared)
+	case s.cfg.Blameless && was >= markSpared && was < markSpared+maxSpared-1:
+		err = t.write(was + 1)
 	case was == markAnew || was == markAlone && !survives:
 		err = errGuilty
 	case was == markAlone:
 		s.log.Warn("vnicd ended twice while it resumed this VM: the VM's driver has to begin anew", "socket", s.cfg.Path)
 		t.anew = true
 		err = t.wait(s, markAnew)
-	case was == markTogether:
+	case was == markTogether || was >= markSpared && was < markSpared+maxSpared:
 		s.log.Warn("vnicd ended while it resumed this VM, or soon after: the VM is resumed when no other is", "socket",
 			s.cfg.Path)
 		err = t.wait(s, markAlone)

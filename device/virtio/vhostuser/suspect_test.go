@@ -1,6 +1,7 @@
 package vhostuser_test
 
 import (
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -193,8 +194,8 @@ func TestSuspicionEnds(t *testing.T) {
 	}
 }
 
-// TestAdoptedMemoryIsBounded: what the previous process kept is checked as if a front end had sent it. Sparse files of
-// many TiB, which a daemon without a limit may have accepted, end that connection alone.
+// TestAdoptedMemoryIsBounded: what the previous process kept is checked as if a front end had sent it. Sparse files
+// of many TiB, which a daemon without a limit may have accepted, end that connection alone.
 func TestAdoptedMemoryIsBounded(t *testing.T) {
 	const tib = 1 << 40
 	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
@@ -220,4 +221,32 @@ func TestAdoptedMemoryIsBounded(t *testing.T) {
 		return strings.Contains(out, "4398046511104 bytes") && strings.Contains(out, "may share 1099511627776")
 	})
 	roundTrip(t, open(t, frontend.Config{Path: path, Memory: m}), m, 0, "again")
+}
+
+// Processes that somebody else has killed cast no suspicion, but not without end.
+func TestSparedKills(t *testing.T) {
+	defer vhostuser.SetTrial(time.Hour, time.Millisecond)()
+	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
+	_, die := process(t, s, nil, path)
+	m := memory(t, regions...)
+	open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
+	testutil.Eventually(t, "the connection is kept", func() bool { return len(s.Names()) >= 4 })
+	mark := func() byte {
+		var b [1]byte
+		if _, err := unix.Pread(s.FD("hca/one/state"), b[:], vhostuser.MarkOff); err != nil {
+			t.Fatal(err)
+		}
+		return b[0]
+	}
+	const served, together, alone, spared, last = 0, 1, 2, 16, 16 + vhostuser.MaxSpared - 1
+	for _, x := range [][2]byte{
+		{served, together}, {together, spared}, {spared, spared + 1}, {last - 1, last}, {last, alone},
+	} {
+		die()
+		if _, err := unix.Pwrite(s.FD("hca/one/state"), x[:1], vhostuser.MarkOff); err != nil { // as a kill leaves it
+			t.Fatal(err)
+		}
+		_, die = processOf(t, s, s.Pass(), vhostuser.Config{Path: path, KeepAs: "hca/one", Blameless: true})
+		testutil.Eventually(t, fmt.Sprintf("mark %d after %d", x[1], x[0]), func() bool { return mark() == x[1] })
+	}
 }

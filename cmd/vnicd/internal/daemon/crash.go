@@ -13,7 +13,7 @@ import (
 
 // crashFile is the name under which the keeper has the file into which the Go runtime writes why it ends the process
 // (a bug). If it is empty, the process was killed or has ended in good order.
-const crashFile = "crash/output"
+const crashFile = "crash/output/1"
 
 // maxCrashLine bounds what the log has of it.
 const maxCrashLine = 200
@@ -29,9 +29,10 @@ func (d *Daemon) watchCrash() (blameless bool) {
 		f := os.NewFile(uintptr(fd), crashFile)
 		b := make([]byte, maxCrashLine)
 		n, err := f.ReadAt(b, 0)
+		_, _ = f.WriteAt([]byte{0}, 0) // it says nothing of this process, should the next one get it again
 		_ = f.Close()
 		_ = d.store.Forget(crashFile)
-		if blameless = n == 0 && errors.Is(err, io.EOF); n > 0 {
+		if blameless = n == 0 && errors.Is(err, io.EOF); n > 1 {
 			line, _, _ := strings.Cut(string(b[:n]), "\n")
 			d.log.Error("the previous vnicd ended by a bug; please report it with what it wrote to its standard error",
 				"began", line)
@@ -49,7 +50,8 @@ func (d *Daemon) keepCrash() error {
 		return fmt.Errorf("memory file: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), crashFile)
-	defer f.Close() // the runtime has a descriptor of its own
+	defer f.Close()              // the runtime has a descriptor of its own
+	debug.SetTraceback("single") // with none, the runtime writes nothing
 	if err := debug.SetCrashOutput(f, debug.CrashOptions{}); err != nil {
 		return err
 	}

@@ -362,6 +362,7 @@ func (d *Daemon) makeVMs() error {
 		}
 		d.removals.Wait()
 	})
+	defer d.continuity.Hold()()
 	for _, c := range d.cfg.VMs {
 		v, err := d.newVM(c)
 		if err != nil {

@@ -182,8 +182,8 @@ func (r *resends) end() {
 
 // resend lets the VMs' HCAs send again once all of them are back: what one sent before another was there is lost.
 func (d *Daemon) resend() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+	d.mu.RLock()
+	defer d.mu.RUnlock()
 	for _, v := range d.vms {
 		v.hca.Resend()
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 // maxStored bounds the descriptors of the store.
-const maxStored = 32768
+const maxStored = 131072
 
 // store has the descriptors that the daemon wants the next one to get, and receives the daemon's messages. The
 // descriptors are bare numbers: as os.Files, Go's poller would wake up for each event on those that do not block.

@@ -225,7 +225,7 @@ func TestAdoptedMemoryIsBounded(t *testing.T) {
 
 // Processes that somebody else has killed cast no suspicion, but not without end.
 func TestSparedKills(t *testing.T) {
-	defer vhostuser.SetTrial(time.Hour, time.Millisecond)()
+	t.Cleanup(vhostuser.SetTrial(time.Hour, time.Millisecond)) // after the servers have ended
 	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
 	_, die := process(t, s, nil, path)
 	m := memory(t, regions...)

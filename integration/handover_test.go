@@ -56,7 +56,7 @@ func TestKill(t *testing.T) {
 }
 
 // outlive runs programs in VMs of two hosts, of which one has a service manager and the other a keeper, and replaces
-// their vnicds in turns, so many times.
+// their vnicds in turns; times says how often.
 func outlive(t *testing.T, times int, replace func(context.Context, *lab.Host)) {
 	l, ctx := newLab(t)
 	va := vmA

@@ -216,7 +216,7 @@ func (e *engine) commit() {
 	}
 	for _, s := range j.srqs {
 		if !lost {
-			j.addSRQ(j.log, s)
+			j.addSRQ(s)
 		}
 		if s.touched = false; !s.unshown {
 			s.unshown = true
@@ -253,7 +253,7 @@ func (e *engine) renewJournal() {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
 			e.recordQP(q)
 			if q.srq != nil {
-				j.addSRQ(j.log, q.srq)
+				j.addSRQ(q.srq)
 			}
 		}
 	}
@@ -281,26 +281,26 @@ func (e *engine) recordQP(q *qp) {
 		return
 	}
 	j := e.journal
-	j.addQP(j.log, q)
+	j.addQP(q)
 }
 
-// addQP adds the state of q to a log; on q's engine.
-func (j *engineJournal) addQP(log *journal.Shard, q *qp) {
+// addQP adds the state of q, a QP of the engine.
+func (j *engineJournal) addQP(q *qp) {
 	x := q.state()
 	x.unposted = q.unpostedCQEs
 	t := j.inner.AppendTo(j.blob[:0]).Of(contextVersion)
 	q.t.Journal(t, q.engine.loop.Now())
 	j.blob, x.transport = t.Bytes(), t.Bytes()
-	c := j.codec.AppendTo(log.Begin(recQP, uint64(q.n))).Of(contextVersion)
+	c := j.codec.AppendTo(j.log.Begin(recQP, uint64(q.n))).Of(contextVersion)
 	x.record(c)
-	log.End(c.Bytes())
+	j.log.End(c.Bytes())
 }
 
-func (j *engineJournal) addSRQ(log *journal.Shard, s *srq) {
+func (j *engineJournal) addSRQ(s *srq) {
 	x := s.state()
-	c := j.codec.AppendTo(log.Begin(recSRQ, uint64(s.n))).Of(contextVersion)
+	c := j.codec.AppendTo(j.log.Begin(recSRQ, uint64(s.n))).Of(contextVersion)
 	x.record(c)
-	log.End(c.Bytes())
+	j.log.End(c.Bytes())
 }
 
 // recordKey adds the state of a dynamic key; false if it exists no more.

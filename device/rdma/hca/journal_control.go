@@ -28,7 +28,6 @@ var logSize = 64 << 20
 type controlJournal struct {
 	file  *journal.Journal
 	log   *journal.Shard
-	state *engineJournal // encodes states
 	codec record.Codec
 	words []int // free ones
 	jobs  map[uint64]*jobRecord
@@ -92,8 +91,7 @@ func (d *Device) Journal() (int, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.closeJournal()
-	s := newEngineJournal(f.Shard(0))
-	d.journal = &controlJournal{file: f, log: f.Shard(0), state: s, jobs: map[uint64]*jobRecord{}}
+	d.journal = &controlJournal{file: f, log: f.Shard(0), jobs: map[uint64]*jobRecord{}}
 	for i := range words {
 		d.journal.words = append(d.journal.words, words-1-i)
 	}
@@ -191,24 +189,12 @@ func (d *Device) renewJournal() {
 		d.addObject(object{recBells, uint32(e.id)})
 	}
 	d.addObject(object{recAHs, 0})
-	for n := range t.pds {
-		d.addObject(object{recPD, n})
-	}
-	for n := range t.mrs {
-		d.addObject(object{recKey, n})
-	}
-	for n := range t.mws {
-		d.addObject(object{recKey, n})
-	}
-	for n := range t.cqs {
-		d.addObject(object{recCQ, n})
-	}
-	for n := range t.srqs {
-		d.addObject(object{recSRQObject, n})
-	}
-	for n := range t.qpList {
-		d.addObject(object{recQPObject, n})
-	}
+	addAll(d, recPD, t.pds)
+	addAll(d, recKey, t.mrs)
+	addAll(d, recKey, t.mws)
+	addAll(d, recCQ, t.cqs)
+	addAll(d, recSRQObject, t.srqs)
+	addAll(d, recQPObject, t.qpList)
 	d.addObject(object{recGroups, 0})
 	j.addQueue()
 	for _, seq := range j.gone {
@@ -220,6 +206,13 @@ func (d *Device) renewJournal() {
 	}
 	if !j.log.Commit() {
 		d.data.loseJournal()
+	}
+}
+
+// addAll adds the objects of a table.
+func addAll[T any](d *Device, kind uint32, table map[uint32]T) {
+	for n := range table {
+		d.addObject(object{kind, n})
 	}
 }
 
@@ -338,7 +331,7 @@ func (j *controlJournal) addJob(seq uint64) {
 	j.log.End(c.Bytes())
 }
 
-// popped records a command that was popped.
+// commandPopped records a command that was popped; position is behind it.
 func (d *Device) commandPopped(x *job, position uint16) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

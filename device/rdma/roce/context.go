@@ -287,7 +287,7 @@ func (q *QP) fetchSent() bool {
 		}
 		if s := r.slot(r.tail - 1); s.failed { // the guest has changed it: nothing behind it was sent
 			r.sent = max(s.first, r.una)
-			return r.nextPSN >= r.sent
+			r.nextPSN = max(r.nextPSN, r.sent) // the QP ends with this request
 		}
 	}
 	return true

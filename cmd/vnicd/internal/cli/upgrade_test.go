@@ -255,7 +255,11 @@ func TestKillKept(t *testing.T) {
 			t.Fatal(err)
 		}
 		moves()
-		now := k.status()
+		var now daemon.Status
+		testutil.Eventually(t, "all HCAs are counted", func() bool { // they serve before that
+			now = k.status()
+			return now.Continued.Pending == 0
+		})
 		if now.PID == was.PID || now.Continued.Revived != 2 {
 			t.Fatalf("kill %d: %+v", i, now.Continued)
 		}

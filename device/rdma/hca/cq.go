@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/journal"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -29,8 +30,8 @@ type cq struct {
 	prod   uint32 // next element to write
 	cons   uint32 // the guest's consumer index when last read
 	wc     [abi.SizeWC]byte
-	seq    uint64         // journal.go
-	word   *atomic.Uint64 // in the journal; nil: there is none
+	seq    uint64        // journal.go
+	word   *journal.Word // in the journal; nil: there is none
 
 	failed atomic.Bool // overrun, or its memory is gone: no more CQEs are written
 

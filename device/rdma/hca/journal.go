@@ -82,7 +82,7 @@ type output struct {
 	send      *qp // its SQ's consumer index is published first; nil: a receive completion
 	solicited bool
 	wc        abi.WC
-	place     *atomic.Uint64 // in the journal
+	place     *journal.Word // in the journal
 }
 
 const outputLen = 24 + abi.SizeWC
@@ -291,14 +291,14 @@ func (j *engineJournal) addQP(q *qp) {
 	t := j.inner.AppendTo(j.blob[:0]).Of(contextVersion)
 	q.t.Journal(t, q.engine.loop.Now())
 	j.blob, x.transport = t.Bytes(), t.Bytes()
-	c := j.codec.AppendTo(j.log.Begin(recQP, uint64(q.n))).Of(contextVersion)
+	c := j.codec.AppendTo(j.log.Next(recQP, uint64(q.n))).Of(contextVersion)
 	x.record(c)
 	j.log.End(c.Bytes())
 }
 
 func (j *engineJournal) addSRQ(s *srq) {
 	x := s.state()
-	c := j.codec.AppendTo(j.log.Begin(recSRQ, uint64(s.n))).Of(contextVersion)
+	c := j.codec.AppendTo(j.log.Next(recSRQ, uint64(s.n))).Of(contextVersion)
 	x.record(c)
 	j.log.End(c.Bytes())
 }
@@ -326,7 +326,7 @@ func (j *engineJournal) recordOutputs() {
 		if o.place != nil {
 			assigned = o.place.Load()
 		}
-		b := j.log.Begin(recCompletion, uint64(o.cq.n))
+		b := j.log.Next(recCompletion, uint64(o.cq.n))
 		b = le.AppendUint64(b, assigned)
 		b = le.AppendUint32(b, o.cq.n)
 		b = le.AppendUint32(b, o.sender())

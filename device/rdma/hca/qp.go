@@ -9,6 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/rdma/journal"
 	"github.com/vnicd/vnicd/device/rdma/roce"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -59,11 +60,11 @@ type qp struct {
 	patience atomic.Uint32                // RC: wire.Patience of the peer as connection management shows it
 	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
-	touched   bool           // in engineJournal.touched
-	unshown   bool           // in engineJournal.shown
-	past      []pastAtomic   // executed by the previous process
-	stored    *atomic.Uint64 // in the journal: see Stored; nil: there is none
-	scheduled bool           // on the engine's run list
+	touched   bool          // in engineJournal.touched
+	unshown   bool          // in engineJournal.shown
+	past      []pastAtomic  // executed by the previous process
+	stored    *journal.Word // in the journal: see Stored; nil: there is none
+	scheduled bool          // on the engine's run list
 	next      *qp
 	running   bool // within Run: the SQ's consumer index is written when it ends
 	failing   bool // enters the error state at the next turn

@@ -25,8 +25,8 @@ import (
 
 // past is what a journal says besides objects.
 type past struct {
-	cqs     map[uint32]*atomic.Uint64 // words, by CQ number
-	words   []*atomic.Uint64          // all
+	cqs     map[uint32]*journal.Word // words, by CQ number
+	words   []*journal.Word          // all
 	outputs []pastOutput
 	notes   []pastNote
 	queue   queueRecord
@@ -35,7 +35,7 @@ type past struct {
 
 // pastOutput is a completion that was committed; see output.
 type pastOutput struct {
-	place     *atomic.Uint64
+	place     *journal.Word
 	cqn, qpn  uint32
 	solicited bool
 	wc        abi.WC
@@ -103,7 +103,7 @@ type stamped[T any] struct {
 
 func (r *journalReader) read(c *journal.Contents) error {
 	r.past.words = c.Words
-	r.past.cqs, r.past.jobs = map[uint32]*atomic.Uint64{}, map[uint64]jobRecord{}
+	r.past.cqs, r.past.jobs = map[uint32]*journal.Word{}, map[uint64]jobRecord{}
 	r.gids, r.bells, r.pds = map[uint32]gidContext{}, map[uint32]bellContext{}, map[uint32]bool{}
 	r.keys, r.cqs = map[uint32]stamped[keyContext]{}, map[uint32]cqContext{}
 	r.srqs, r.qps = map[uint32]stamped[srqContext]{}, map[uint32]stamped[qpContext]{}
@@ -155,7 +155,7 @@ func (r *journalReader) decode(x *journal.Record, f func(*record.Codec)) error {
 }
 
 // control reads a record of the control side.
-func (r *journalReader) control(x *journal.Record, words []*atomic.Uint64) (err error) {
+func (r *journalReader) control(x *journal.Record, words []*journal.Word) (err error) {
 	n := uint32(x.Key)
 	named := n // what the payload says
 	switch x.Kind {

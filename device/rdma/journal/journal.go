@@ -15,9 +15,9 @@
 //	head     bit 63: the half in use; the others: length of its log
 //	record   length of the payload (4 bytes), kind (4), key (8), stamp (8), payload, padding to 8 bytes
 //
-// Numbers are little-endian. The file is sparse: only what logs have reached takes memory. Stores of one thread reach
-// other observers in their order on x86; the store to the head is a release store elsewhere, too. A killed process
-// stops between two instructions, and what it has stored stays in the file.
+// Numbers are little-endian. The file is sparse: only what logs have reached takes memory. A killed process stops
+// between two instructions, and what it has stored stays in the file. Nobody reads the file while its writer lives, so
+// plain stores do: it is the order of the program that counts, not that in which other processors see its stores.
 package journal
 
 import (
@@ -127,7 +127,7 @@ func (j *Journal) Close() {
 func (j *Journal) Shard(i int) *Shard { return &j.shards[i] }
 
 // Word returns word i.
-func (j *Journal) Word(i int) *atomic.Uint64 { return word(j.mem[page+8*i:]) }
+func (j *Journal) Word(i int) *Word { return word(j.mem[page+8*i:]) }
 
 // Void makes the file useless for the next process: what it says is not complete.
 func (j *Journal) Void() { clear(j.mem[:len(magic)]) }
@@ -135,21 +135,38 @@ func (j *Journal) Void() { clear(j.mem[:len(magic)]) }
 // Stamp returns a stamp for later records: those that are added afterwards have a greater one.
 func (j *Journal) Stamp() uint64 { return j.stamp.Add(1) }
 
+// Word is a word of a file. One thread writes it at a time. A store is one instruction, and the compiler leaves stores
+// in their order.
+type Word uint64
+
+// Load returns the word.
+func (w *Word) Load() uint64 { return uint64(*w) }
+
+// Store changes the word.
+func (w *Word) Store(v uint64) { *w = Word(v) }
+
 // Shard is a log with one writer at a time.
 type Shard struct {
 	j      *Journal
-	head   *atomic.Uint64
+	head   *Word
 	halves [2][]byte
-	half   int // where records are added
-	end    int // of the records added
-	began  int // where the record begins that is being added
-	live   int // length of the log after the last Restart and Commit
+	half   int    // where records are added
+	end    int    // of the records added
+	began  int    // where the record begins that is being added
+	stamp  uint64 // of that record
+	live   int    // length of the log after the last Restart and Commit
 	fresh  bool
 	full   bool
 }
 
 // Begin begins a record. The caller appends the payload to what it returns, and passes the result to End.
 func (s *Shard) Begin(kind uint32, key uint64) []byte {
+	s.stamp = s.j.Stamp()
+	return s.Next(kind, key)
+}
+
+// Next is Begin with the stamp of the record before: records of other shards that were added in between count as newer.
+func (s *Shard) Next(kind uint32, key uint64) []byte {
 	s.began = s.end
 	b := s.halves[s.half]
 	if len(b)-s.end < recordLen {
@@ -159,7 +176,7 @@ func (s *Shard) Begin(kind uint32, key uint64) []byte {
 	b = b[s.end : s.end+recordLen]
 	le.PutUint32(b[4:], kind)
 	le.PutUint64(b[8:], key)
-	le.PutUint64(b[16:], s.j.Stamp())
+	le.PutUint64(b[16:], s.stamp)
 	return b // append writes behind it, in the file, as long as there is room
 }
 
@@ -221,7 +238,7 @@ func (s *Shard) Restart() {
 }
 
 // WordOf returns the word at an offset of a payload that End has returned; the offset is a multiple of 8.
-func WordOf(payload []byte, off int) *atomic.Uint64 { return word(payload[off:]) }
+func WordOf(payload []byte, off int) *Word { return word(payload[off:]) }
 
 // Record is a record of a log.
 type Record struct {
@@ -234,7 +251,7 @@ type Record struct {
 // Contents is what a file says. It refers to the file's memory, and its words may be changed, until Close.
 type Contents struct {
 	Format uint32
-	Words  []*atomic.Uint64
+	Words  []*Word
 	Shards [][]Record // in the order in which they were added
 	mem    []byte
 }

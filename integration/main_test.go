@@ -157,7 +157,7 @@ func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 			default:
 			}
 			if r, err := m.Shell(ctx, "dmesg | tail -30"); err == nil {
-				t.Logf("kernel log of %s:\n%s", m.Name(), r.Stdout)
+				t.Logf("last lines of the kernel log of %s:\n%s", m.Name(), r.Stdout)
 			}
 		}
 	})

@@ -155,6 +155,21 @@ func BenchmarkWrite8(b *testing.B)    { benchWrite(b, 8) }
 func BenchmarkWrite4096(b *testing.B) { benchWrite(b, 4096) }
 func BenchmarkWrite64K(b *testing.B)  { benchWrite(b, 65536) }
 
+// The state of a queue pair becomes valid in the journal, as after each turn.
+func BenchmarkJournalCommit(b *testing.B) {
+	defer func(old bool) { Journaled = old }(Journaled)
+	Journaled = true
+	w := newWorld(b, 1, 2, Limits{})
+	qa, _ := w.pair()
+	q := qa.g.tables.qpList[qa.n].q
+	b.ReportAllocs()
+	for b.Loop() {
+		q.engine.touch(q)
+		q.engine.commitNow()
+		q.engine.show()
+	}
+}
+
 // The engine's poll without work: the cost of an idle VM on a busy loop.
 func BenchmarkIdlePoll(b *testing.B) {
 	w := newWorld(b, 1, 1, Limits{})

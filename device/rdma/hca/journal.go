@@ -58,13 +58,13 @@ const (
 type engineJournal struct {
 	log   *journal.Shard
 	codec record.Codec
-	inner record.Codec
-	blob  []byte
 
 	touched []*qp                      // their states may have changed since the last commit
 	srqs    []*srq                     // likewise
 	changed []translate.Key            // likewise, dynamic keys
-	keys    map[translate.Key]struct{} // dynamic keys that are in the log
+	qps     []*qp                      // whose states are in the log
+	keys    map[translate.Key]struct{} // likewise, dynamic keys
+	renewed map[*srq]struct{}          // for renewJournal
 	peers   []*engine                  // have executed requests of this one since then
 
 	shown     []*qp    // committed: their consumer indices are to be published
@@ -90,7 +90,7 @@ const outputLen = 24 + abi.SizeWC
 const keyVariant = 0xff // the bits of a key that change with each registration
 
 func newEngineJournal(s *journal.Shard) *engineJournal {
-	return &engineJournal{log: s, keys: map[translate.Key]struct{}{}}
+	return &engineJournal{log: s, keys: map[translate.Key]struct{}{}, renewed: map[*srq]struct{}{}}
 }
 
 // atStore is called around stores that another process or the guest can see, where a test ends the process; nil: no
@@ -200,62 +200,76 @@ func (e *engine) commitPeers() {
 // commit makes the present states valid in the journal.
 func (e *engine) commit() {
 	j := e.journal
-	lost := e.dev.journal.Load() == nil // then nothing is recorded any more
 	point()
-	if !lost {
-		j.log.Add(recTurn, 0, nil)
-	}
-	for _, q := range j.touched {
-		if !lost {
-			e.recordQP(q)
+	switch {
+	case e.dev.journal.Load() == nil: // nothing is recorded any more
+		for i := range j.outputs {
+			j.outputs[i].place = nil
 		}
+	case j.log.Long() || !e.commitChanges():
+		e.renewJournal()
+	}
+	point()
+	for _, q := range j.touched {
 		if q.touched = false; !q.unshown {
 			q.unshown = true
 			j.shown = append(j.shown, q)
 		}
 	}
 	for _, s := range j.srqs {
-		if !lost {
-			j.addSRQ(s)
-		}
 		if s.touched = false; !s.unshown {
 			s.unshown = true
 			j.shownSRQs = append(j.shownSRQs, s)
 		}
 	}
+	j.committed = len(j.outputs)
+	j.touched, j.srqs, j.changed = empty(j.touched), empty(j.srqs), j.changed[:0]
+}
+
+// commitChanges adds what has changed to the log. It returns false, and nothing is valid, if there is no room.
+func (e *engine) commitChanges() bool {
+	j := e.journal
+	j.log.Add(recTurn, 0, nil)
+	for _, q := range j.touched {
+		e.recordQP(q)
+	}
+	for _, s := range j.srqs {
+		j.addSRQ(s)
+	}
 	for _, k := range j.changed {
-		if !lost && e.recordKey(k) { // the guest may name what does not exist
+		if e.recordKey(k) { // the guest may name what does not exist
 			j.keys[k&^keyVariant] = struct{}{}
 		}
 	}
-	if j.committed = len(j.outputs); !lost {
-		j.recordOutputs()
-	}
-	j.touched, j.srqs, j.changed = empty(j.touched), empty(j.srqs), j.changed[:0]
+	j.recordOutputs()
 	point()
-	switch {
-	case lost:
-		for i := range j.outputs {
-			j.outputs[i].place = nil
-		}
-	case j.log.Long() || !j.log.Commit():
-		e.renewJournal()
-	}
-	point()
+	return j.log.Commit()
 }
 
-// renewJournal begins a new log with everything that is valid.
+// renewJournal begins a new log with everything that this log has, or is to have.
 func (e *engine) renewJournal() {
 	j := e.journal
 	j.log.Restart()
 	j.log.Add(recTurn, 0, nil)
-	for i := range e.dev.qps {
-		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
+	gone := func(q *qp) bool { return q.closed || q.engine != e }
+	j.qps = slices.DeleteFunc(j.qps, gone)
+	for _, q := range j.qps {
+		e.recordQP(q)
+	}
+	for _, q := range j.touched {
+		if !q.recorded {
 			e.recordQP(q)
-			if q.srq != nil {
-				j.addSRQ(q.srq)
-			}
 		}
+	}
+	for _, q := range j.qps {
+		j.renewSRQ(q.srq)
+	}
+	for _, s := range j.srqs {
+		j.renewSRQ(s)
+	}
+	clear(j.renewed)
+	for _, k := range j.changed {
+		j.keys[k&^keyVariant] = struct{}{}
 	}
 	for k := range j.keys {
 		if !e.recordKey(k) {
@@ -263,8 +277,17 @@ func (e *engine) renewJournal() {
 		}
 	}
 	j.recordOutputs()
+	point()
 	if !j.log.Commit() {
 		e.dev.loseJournal()
+	}
+}
+
+// renewSRQ adds an SRQ to a new log, once.
+func (j *engineJournal) renewSRQ(s *srq) {
+	if _, ok := j.renewed[s]; s != nil && !ok {
+		j.renewed[s] = struct{}{}
+		j.addSRQ(s)
 	}
 }
 
@@ -281,6 +304,10 @@ func (e *engine) recordQP(q *qp) {
 		return
 	}
 	j := e.journal
+	if !q.recorded {
+		q.recorded = true
+		j.qps = append(j.qps, q)
+	}
 	j.addQP(q)
 }
 
@@ -288,11 +315,11 @@ func (e *engine) recordQP(q *qp) {
 func (j *engineJournal) addQP(q *qp) {
 	x := q.state()
 	x.unposted = q.unpostedCQEs
-	t := j.inner.AppendTo(j.blob[:0]).Of(contextVersion)
-	q.t.Journal(t, q.engine.loop.Now())
-	j.blob, x.transport = t.Bytes(), t.Bytes()
 	c := j.codec.AppendTo(j.log.Next(recQP, uint64(q.n))).Of(contextVersion)
-	x.record(c)
+	x.recordHead(c)
+	at := c.Open()
+	q.t.Journal(c, q.engine.loop.Now())
+	c.Close(at)
 	j.log.End(c.Bytes())
 }
 
@@ -422,13 +449,15 @@ func (s *srq) publish() {
 // forget removes a QP that leaves the engine.
 func (j *engineJournal) forget(q *qp) {
 	is := func(x *qp) bool { return x == q }
-	j.touched, j.shown = slices.DeleteFunc(j.touched, is), slices.DeleteFunc(j.shown, is)
-	q.touched, q.unshown = false, false
+	j.touched, j.shown, j.qps = slices.DeleteFunc(j.touched, is), slices.DeleteFunc(j.shown, is), slices.DeleteFunc(j.qps, is)
+	q.touched, q.unshown, q.recorded = false, false, false
 }
 
 // clear forgets everything; the objects are destroyed.
 func (j *engineJournal) clear() {
 	clear(j.keys)
+	clear(j.renewed)
+	j.qps = empty(j.qps)
 	j.touched, j.srqs, j.changed, j.peers = empty(j.touched), empty(j.srqs), j.changed[:0], empty(j.peers)
 	j.shown, j.shownSRQs = empty(j.shown), empty(j.shownSRQs)
 	j.outputs, j.committed = empty(j.outputs), 0

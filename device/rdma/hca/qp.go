@@ -61,6 +61,7 @@ type qp struct {
 	source   atomic.Pointer[sourceFilter] // nil: accepts no packet
 
 	touched   bool          // in engineJournal.touched
+	recorded  bool          // in engineJournal.qps
 	unshown   bool          // in engineJournal.shown
 	past      []pastAtomic  // executed by the previous process
 	stored    *journal.Word // in the journal: see Stored; nil: there is none

@@ -12,8 +12,8 @@ import (
 // (journal.go).
 
 // contextVersion is the version of the encoding. 2: connections that connection management made; 3: atomics that a
-// killed process has executed.
-const contextVersion = 3
+// killed process has executed. 4: states of QPs in words.
+const contextVersion = 4
 
 const (
 	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.
@@ -122,6 +122,61 @@ func (q *qp) state() qpState {
 }
 
 func (x *qpState) record(c *record.Codec) {
+	if !c.Since(4) {
+		x.recordNumbers(c)
+		return
+	}
+	x.recordHead(c)
+	c.Sub(&x.transport)
+}
+
+// recordHead is record without the transport's state, which follows.
+func (x *qpState) recordHead(c *record.Codec) {
+	sq, rq := &x.sqIndices, &x.rqIndices
+	w := [...]uint64{
+		pair(sq.next, sq.done), pair(rq.next, rq.done), pair(x.patience, x.events), pair(x.faults[0], x.faults[1]),
+		record.Pack(&sq.stale, &rq.stale, &x.failing) | uint64(len(x.unposted))<<8 | uint64(len(x.past))<<32,
+	}
+	c.Words(w[:])
+	if c.Reading() {
+		unpair(w[0], &sq.next, &sq.done)
+		unpair(w[1], &rq.next, &rq.done)
+		unpair(w[2], &x.patience, &x.events)
+		unpair(w[3], &x.faults[0], &x.faults[1])
+		record.Unpack(w[4], &sq.stale, &rq.stale, &x.failing)
+		n, past := int(w[4]>>8&0xffffff), int(w[4]>>32)
+		if n > mostUnposted || past > maxPast {
+			c.Fail("%d completions and %d executed atomics, at most %d and %d", n, past, mostUnposted, maxPast)
+			return
+		}
+		x.unposted, x.past = make([]abi.WC, n), make([]pastAtomic, past)
+	}
+	x.version = c.Written()
+	for i := range x.unposted {
+		recordWC(c, &x.unposted[i])
+	}
+	for i := range x.past {
+		w := [...]uint64{x.past[i].psn, x.past[i].old}
+		c.Words(w[:])
+		x.past[i] = pastAtomic{w[0], w[1]}
+	}
+}
+
+func pair(low, high uint32) uint64 { return uint64(low) | uint64(high)<<32 }
+
+func unpair(w uint64, low, high *uint32) { *low, *high = uint32(w), uint32(w>>32) }
+
+func recordWC(c *record.Codec, w *abi.WC) {
+	var b [abi.SizeWC]byte
+	w.Encode(b[:])
+	c.Fixed(b[:])
+	if err := w.Decode(b[:]); c.Reading() && err != nil {
+		c.Fail("completion: %v", err)
+	}
+}
+
+// recordNumbers is record before version 4.
+func (x *qpState) recordNumbers(c *record.Codec) {
 	x.sqIndices.record(c)
 	x.rqIndices.record(c)
 	record.Num(c, &x.patience)
@@ -129,14 +184,7 @@ func (x *qpState) record(c *record.Codec) {
 	record.Num(c, &x.events)
 	record.Num(c, &x.faults[0])
 	record.Num(c, &x.faults[1])
-	record.List(c, &x.unposted, mostUnposted, "completions", func(w *abi.WC) {
-		var b [abi.SizeWC]byte
-		w.Encode(b[:])
-		c.Fixed(b[:])
-		if err := w.Decode(b[:]); c.Reading() && err != nil {
-			c.Fail("completion: %v", err)
-		}
-	})
+	record.List(c, &x.unposted, mostUnposted, "completions", func(w *abi.WC) { recordWC(c, w) })
 	c.Blob(&x.transport, maxContext, "bytes of transport state")
 	x.version = c.Written()
 	if c.Since(3) {

@@ -224,7 +224,7 @@ func (s *Shard) Full() bool { return s.full }
 
 // Long reports whether the log has become so much longer than what was valid that it should be begun anew.
 func (s *Shard) Long() bool {
-	const least = 256 << 10
+	const least = 64 << 10
 	return s.full || s.end > max(least, 4*s.live)
 }
 

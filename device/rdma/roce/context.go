@@ -6,6 +6,7 @@ import (
 	"github.com/vnicd/vnicd/device/frame/header"
 	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // The context of a QP: what another process needs to continue it (CO-1). It is written while the QP is frozen, and read
@@ -28,6 +29,11 @@ const maxPSN = 1 << 60 // beyond what any connection reaches
 
 func recordPSN(c *record.Codec, psn *uint64, what string) {
 	record.Num(c, psn)
+	checkPSN(c, psn, what)
+}
+
+// checkPSN checks a PSN that was read.
+func checkPSN(c *record.Codec, psn *uint64, what string) {
 	if c.Reading() && (*psn < psnBase-psnHalf || *psn > maxPSN) {
 		c.Fail("%s is %#x, must be %#x to %#x", what, *psn, uint64(psnBase-psnHalf), uint64(maxPSN))
 	}
@@ -59,17 +65,31 @@ func (q *QP) lacksRequests() bool {
 // is not completed at the next FetchSend.
 func (q *QP) Refetches() bool { return q.req.refetch }
 
+// executedRequests returns the memory management requests that were executed and are not completed.
+func (r *requester) executedRequests() (out []uint32) {
+	for n := r.head; n != r.tail; n++ {
+		if r.slot(n).executed {
+			out = append(out, n)
+		}
+	}
+	return append(out, r.executedBefore...)
+}
+
 // maxExecuted bounds the memory management requests that were executed and wait for earlier requests.
 const maxExecuted = 1 << 16
 
 func (q *QP) context(c *record.Codec, now int64, addressable func(*AddressVector) bool, refetch bool) {
 	state := q.state
-	record.Max(c, &state, Err, "state")
-	c.Bool(&q.commEst)
-	c.Bool(&q.draining)
-	c.Bool(&q.lastWQE)
-	c.Bool(&q.faults.sqInvalid)
-	c.Bool(&q.faults.rqInvalid)
+	if c.Since(4) {
+		q.recordFlags(c, &state, &refetch)
+	} else {
+		record.Max(c, &state, Err, "state")
+		c.Bool(&q.commEst)
+		c.Bool(&q.draining)
+		c.Bool(&q.lastWQE)
+		c.Bool(&q.faults.sqInvalid)
+		c.Bool(&q.faults.rqInvalid)
+	}
 	if q.attrRecord == nil || c.Reading() {
 		q.attrContext(c, now, state, addressable)
 	} else {
@@ -78,7 +98,7 @@ func (q *QP) context(c *record.Codec, now int64, addressable func(*AddressVector
 	if state == Reset || c.Err() != nil {
 		return
 	}
-	if c.Since(3) {
+	if c.Since(3) && !c.Since(4) {
 		c.Bool(&refetch)
 	}
 	if refetch {
@@ -86,13 +106,36 @@ func (q *QP) context(c *record.Codec, now int64, addressable func(*AddressVector
 	} else {
 		q.req.record(c, q, state, addressable)
 	}
-	q.resp.record(c, q)
+	if c.Since(4) {
+		q.resp.record(c, q)
+	} else {
+		q.resp.recordNumbers(c, q)
+	}
+	if c.Reading() && c.Err() == nil {
+		q.resp.check(c)
+	}
 	if c.Reading() && c.Err() == nil {
 		q.state = state
 		q.req.past = q.req.una + uint64(q.cfg.Window+readChunk)
 		q.frozen = frozen{since: now, refused: true, moved: true}
 		q.flushDelay = flushDelayMin
 	}
+}
+
+// recordFlags is the state, and truth values. No work requests follow if refetch is set.
+func (q *QP) recordFlags(c *record.Codec, state *State, refetch *bool) {
+	flags := [...]*bool{&q.commEst, &q.draining, &q.lastWQE, &q.faults.sqInvalid, &q.faults.rqInvalid, refetch}
+	w := [...]uint64{uint64(*state) | record.Pack(flags[:]...)<<8}
+	c.Words(w[:])
+	if !c.Reading() {
+		return
+	}
+	if w[0]&0xff > uint64(Err) || w[0]>>(8+len(flags)) != 0 {
+		c.Fail("state and flags are %#x", w[0])
+		return
+	}
+	*state = State(w[0])
+	record.Unpack(w[0]>>8, flags[:]...)
 }
 
 // attrContext is the part of the attributes, which rarely change.
@@ -235,22 +278,39 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 // recordPosition describes the requester without its work requests.
 func (r *requester) recordPosition(c *record.Codec, q *QP) {
 	first, una, sent := r.nextPSN, r.una, r.sent
-	var executed []uint32
+	executed := r.executedBefore
 	if !c.Reading() && r.head != r.tail {
 		first = r.slot(r.head).first
-		for n := r.head; n != r.tail; n++ {
-			if r.slot(n).executed {
-				executed = append(executed, n)
-			}
+		if r.manages {
+			executed = r.executedRequests()
 		}
 	}
-	executed = append(executed, r.executedBefore...)
-	record.Num(c, &r.head)
-	recordPSN(c, &first, "first PSN of the send queue")
-	recordPSN(c, &una, "oldest unacknowledged PSN")
-	recordPSN(c, &sent, "end of the PSNs sent")
-	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
-	record.List(c, &executed, maxExecuted, "executed requests", func(n *uint32) { record.Num(c, n) })
+	if c.Since(4) {
+		w := [...]uint64{first, una, sent, uint64(r.head) | uint64(r.rnrLeft)<<32 | uint64(len(executed))<<40}
+		c.Words(w[:])
+		if c.Reading() {
+			first, una, sent, r.head, r.rnrLeft = w[0], w[1], w[2], uint32(w[3]), uint8(w[3]>>32)
+			n := int(w[3] >> 40)
+			if r.rnrLeft > rnrForever || n > maxExecuted {
+				c.Fail("%d RNR NAKs left, %d executed requests", r.rnrLeft, n)
+				return
+			}
+			executed = make([]uint32, n)
+		}
+		checkPSN(c, &first, "first PSN of the send queue")
+		checkPSN(c, &una, "oldest unacknowledged PSN")
+		checkPSN(c, &sent, "end of the PSNs sent")
+		for i := range executed {
+			record.Num(c, &executed[i])
+		}
+	} else {
+		record.Num(c, &r.head)
+		recordPSN(c, &first, "first PSN of the send queue")
+		recordPSN(c, &una, "oldest unacknowledged PSN")
+		recordPSN(c, &sent, "end of the PSNs sent")
+		record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
+		record.List(c, &executed, maxExecuted, "executed requests", func(n *uint32) { record.Num(c, n) })
+	}
 	if !c.Reading() {
 		return
 	}
@@ -298,6 +358,7 @@ func (q *QP) resumes(s *sendSlot) {
 	r := &q.req
 	if len(r.executedBefore) > 0 && s.w.Seq == r.executedBefore[0] {
 		s.executed = s.info.kind == kindManage
+		r.manages = true
 		r.executedBefore = r.executedBefore[1:]
 	}
 	if r.nxt > s.first && r.nxt >= s.end && !s.failed { // the guest has changed it
@@ -388,6 +449,7 @@ func (s *sendSlot) record(c *record.Codec, q *QP, addressable func(*AddressVecto
 		s.failed = failed
 	}
 	c.Bool(&s.executed)
+	q.req.manages = q.req.manages || s.executed
 	record.Max(c, &w.Status, StatusGeneral, "status")
 	record.Num(c, &w.ID)
 	record.Num(c, &w.Opcode)
@@ -465,8 +527,43 @@ func sumSGEs(s []SGE) (n uint64) {
 	return n
 }
 
-// record describes the responder.
+// record describes the responder: since version 4 what changes often is in words.
 func (r *responder) record(c *record.Codec, q *QP) {
+	failed, empty := r.fatal.syndrome != 0, r.emptyDue.hi != r.emptyDue.lo
+	flags := [...]*bool{&r.dropMessage, &r.haveRecv, &failed, &empty}
+	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), uint64(r.off), uint64(r.length), pair(uint32(r.rkey), r.msn), r.accepted,
+		uint64(r.op) | record.Pack(flags[:]...)<<8}
+	c.Words(w[:])
+	if c.Reading() {
+		r.epsn, r.ackPSN, r.va, r.off, r.length = w[0], w[1], translate.VA(w[2]), w[3], w[4]
+		r.rkey, r.msn, r.accepted, r.op = translate.Key(w[5]), uint32(w[5]>>32), w[6], wire.Operation(w[7])
+		record.Unpack(w[7]>>8, flags[:]...)
+		checkPSN(c, &r.epsn, "expected PSN")
+		checkPSN(c, &r.ackPSN, "newest PSN executed")
+		if r.op > wire.Write || w[7]>>(8+len(flags)) != 0 || r.off > maxMessage || r.length > maxMessage ||
+			q.typ != RC && (failed || empty) {
+			c.Fail("operation %#x in progress, with %d of %d bytes", w[7], r.off, r.length)
+			return
+		}
+	}
+	if r.haveRecv {
+		r.recv.record(c, q)
+	}
+	if failed {
+		r.fatal.record(c)
+	}
+	if q.typ == RC {
+		r.recordResources(c, q)
+	}
+	if empty {
+		r.emptyDue.record(c)
+	}
+}
+
+func pair(low, high uint32) uint64 { return uint64(low) | uint64(high)<<32 }
+
+// recordNumbers is record before version 4.
+func (r *responder) recordNumbers(c *record.Codec, q *QP) {
 	recordPSN(c, &r.epsn, "expected PSN")
 	recordPSN(c, &r.ackPSN, "newest PSN executed")
 	record.Num(c, &r.msn)
@@ -477,22 +574,17 @@ func (r *responder) record(c *record.Codec, q *QP) {
 	record.Max(c, &r.length, maxMessage, "length of a WRITE")
 	c.Bool(&r.dropMessage)
 	c.Bool(&r.haveRecv)
-	record.Num(c, &r.recv.ID)
-	record.Num(c, &r.recv.Length)
-	record.Num(c, &r.recv.Token)
-	record.Max(c, &r.recv.Status, StatusGeneral, "status")
-	r.recv.SGEs = recordSGEs(c, r.recv.SGEs, q.cfg.MaxRecvSGE)
+	r.recv.record(c, q)
 	if q.typ == RC { // others have no responses
-		record.Num(c, &r.fatal.syndrome)
-		record.Max(c, &r.fatal.status, StatusGeneral, "status")
-		record.Max(c, &r.fatal.event, EventLastWQE, "event")
-		record.Num(c, &r.fatal.psn)
+		r.fatal.record(c)
+		record.Num(c, &r.accepted)
 		r.recordResources(c, q)
 		r.emptyDue.record(c)
 	}
-	if !c.Reading() {
-		return
-	}
+}
+
+// check checks what was read.
+func (r *responder) check(c *record.Codec) {
 	switch {
 	case r.ackPSN >= r.epsn:
 		c.Fail("PSN %#x was executed, %#x is expected", r.ackPSN, r.epsn)
@@ -503,10 +595,24 @@ func (r *responder) record(c *record.Codec, q *QP) {
 	}
 }
 
+func (w *RecvWQE) record(c *record.Codec, q *QP) {
+	record.Num(c, &w.ID)
+	record.Num(c, &w.Length)
+	record.Num(c, &w.Token)
+	record.Max(c, &w.Status, StatusGeneral, "status")
+	w.SGEs = recordSGEs(c, w.SGEs, q.cfg.MaxRecvSGE)
+}
+
+func (f *failure) record(c *record.Codec) {
+	record.Num(c, &f.syndrome)
+	record.Max(c, &f.status, StatusGeneral, "status")
+	record.Max(c, &f.event, EventLastWQE, "event")
+	record.Num(c, &f.psn)
+}
+
 // recordResources describes the READs and atomics that may be repeated, newest first.
 func (r *responder) recordResources(c *record.Codec, q *QP) {
 	slots := uint64(len(r.resources))
-	record.Num(c, &r.accepted)
 	if c.Reading() && r.accepted > maxPSN {
 		c.Fail("%d READs and atomics accepted", r.accepted)
 	}
@@ -549,6 +655,21 @@ func (o *psnSet) record(c *record.Codec) {
 }
 
 func (o *resource) record(c *record.Codec) {
+	if c.Since(4) {
+		flags := [...]*bool{&o.behindSend, &o.ackDue, &o.pending}
+		w := [...]uint64{o.first, o.end, o.start, o.next, o.stop, o.sentEnd, uint64(o.va), o.length, o.value,
+			uint64(o.op) | record.Pack(flags[:]...)<<8 | uint64(o.key)<<32}
+		c.Words(w[:])
+		if !c.Reading() {
+			return
+		}
+		*o = resource{first: w[0], end: w[1], start: w[2], next: w[3], stop: w[4], sentEnd: w[5], va: translate.VA(w[6]),
+			length: w[7], value: w[8], op: wire.Operation(w[9]), key: translate.Key(w[9] >> 32)}
+		if record.Unpack(w[9]>>8, flags[:]...); o.length > maxMessage {
+			c.Fail("a READ of %d bytes", o.length)
+		}
+		return
+	}
 	record.Num(c, &o.op)
 	for _, psn := range []*uint64{&o.first, &o.end, &o.start, &o.next, &o.stop, &o.sentEnd} {
 		record.Num(c, psn)

@@ -35,6 +35,7 @@ type requester struct {
 	refetch        bool
 	past           uint64 // PSNs before it may have been sent by a process that was killed after the context
 	executedBefore []uint32
+	manages        bool // a memory management request was executed
 
 	sinceAckReq uint32 // packets sent since the last AckReq
 	patience    wire.Patience
@@ -325,7 +326,7 @@ func (q *QP) executeManage(s *sendSlot) bool {
 	if q.faults.send.cause == waitGather && q.req.nxt >= q.faults.send.psn {
 		q.faults.send.clear()
 	}
-	s.executed = true
+	s.executed, q.req.manages = true, true
 	return true
 }
 

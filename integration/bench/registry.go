@@ -24,6 +24,22 @@ func registry() []Row {
 			Unit: "msg/s", Goals: []Goal{atLeast(5e6)}, Open: smallMessages,
 		},
 		{
+			Name: "journal_write_rate", What: "local_write_rate by a daemon with journals (CO-2)", Anchor: "without journals",
+			Unit: "msg/s", Goals: []Goal{ratioAtLeast(0.95)}, Open: journaled(journaledRate),
+		},
+		{
+			Name: "journal_write_lat", What: "local_write_lat by a daemon with journals", Anchor: "without journals",
+			Unit: "ns", Goals: []Goal{ratioAtMost(1.05)}, Open: journaled(journaledLatency),
+		},
+		{
+			Name: "journal_read_rate", What: "local READ 4 KiB by a daemon with journals", Anchor: "without journals",
+			Unit: "msg/s", Goals: []Goal{ratioAtLeast(0.95)}, Open: journaled(journaledRead),
+		},
+		{
+			Name: "journal_remote_64k", What: "remote_write_64k by daemons with journals", Anchor: "without journals",
+			Unit: "Gbit/s", Goals: []Goal{ratioAtLeast(0.95)}, Open: journaled(journaledRemote),
+		},
+		{
 			Name: "scale_qps", What: "local WRITE 8 B by 1,000 QPs in turn", Anchor: "by one", Unit: "msg/s",
 			Open: manyQPs,
 		},

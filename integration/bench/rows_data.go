@@ -139,28 +139,20 @@ func pingPong(nodes []*node, x, y *end, between func() error) (func(context.Cont
 	}, nil
 }
 
-// smallMessages streams WRITEs of 8 bytes in batches of 32, one of them signalled.
+// smallMessages measures the rate of WRITEs of 8 bytes.
 func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 	nodes, x, _, err := b.localPair(ctx, 2, 16<<20)
 	if err != nil {
 		return m, err
 	}
-	src, smr, err := nodes[0].region(4096)
+	stream, err := smallStream(nodes, x)
 	if err != nil {
 		return m, err
 	}
-	dst, dmr, err := nodes[1].region(4096)
-	if err != nil {
-		return m, err
-	}
-	proof := proofOf(piece{src.Bytes()[:8], dst.Bytes()[:8]})
-	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
 	m.Ours = byDistance(func(ctx context.Context, d time.Duration) (Sample, error) {
 		return costing([]*lab.Host{x.host}, "message", func() (Sample, float64, error) {
-			rate, err := x.proved(proof, 1, func() (float64, error) {
-				return x.stream(ctx, d, depth-depth/8, 32, wr, nil)
-			})
-			return Sample{Value: rate, Work: x.worked}, x.worked.units, err
+			s, err := stream(ctx, d)
+			return s, s.Work.units, err
 		})
 	})
 	puts := b.ucx("ucp_put_bw", 8, 4_000_000)
@@ -169,6 +161,26 @@ func smallMessages(ctx context.Context, b *Bench) (m Meter, err error) {
 		return Sample{Value: r["overall_mr"], Work: w}, err
 	}
 	return m, nil
+}
+
+// smallStream streams WRITEs of 8 bytes by x, the first node's end, in batches of 32, one of them signalled.
+func smallStream(nodes []*node, x *end) (sampler, error) {
+	src, smr, err := nodes[0].region(4096)
+	if err != nil {
+		return nil, err
+	}
+	dst, dmr, err := nodes[1].region(4096)
+	if err != nil {
+		return nil, err
+	}
+	proof := proofOf(piece{src.Bytes()[:8], dst.Bytes()[:8]})
+	wr := guestdrv.NewWrite(0, dmr.Remote(0), smr.SGE(0, 8))
+	return func(ctx context.Context, d time.Duration) (Sample, error) {
+		rate, err := x.proved(proof, 1, func() (float64, error) {
+			return x.stream(ctx, d, depth-depth/8, 32, wr, nil)
+		})
+		return Sample{Value: rate, Work: x.worked}, err
+	}, nil
 }
 
 // realAddresses streams WRITEs of 4 KiB as a guest kernel's block or file driver does, from memory named by real

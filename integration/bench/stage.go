@@ -21,6 +21,7 @@ import (
 type Bench struct {
 	*lab.Lab
 	count    int         // of hosts
+	keep     bool        // the next hosts' daemons run under a keeper
 	profiles string      // directory; "": none
 	daemons  []*lab.Host // that serve profiles
 }
@@ -75,7 +76,11 @@ func (b *Bench) daemon(ctx context.Context, h *lab.Host, first, n int, vtep stri
 
 func (b *Bench) host() (*lab.Host, error) {
 	b.count++
-	return b.Host(fmt.Sprintf("h%d", b.count))
+	h, err := b.Host(fmt.Sprintf("h%d", b.count))
+	if err == nil {
+		h.Keep = b.keep
+	}
+	return h, err
 }
 
 func (b *Bench) hosts(n int) (hosts []*lab.Host, err error) {

@@ -194,8 +194,10 @@ func (e *engine) Poll(now int64) bool {
 		budget = pollShared
 	}
 	for turns := 0; e.first != nil && turns < pollTurns && budget > 0; turns++ {
-		if e.journal != nil && len(e.journal.changed) > 0 {
-			e.settle() // a key that the next requests may tell a peer
+		if e.journal != nil && (len(e.journal.changed) > 0 || e.first.t.AwaitsCommit()) {
+			if e.settle(); e.first == nil {
+				break
+			}
 		}
 		q := e.nextQP()
 		e.current = q

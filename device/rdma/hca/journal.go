@@ -211,6 +211,7 @@ func (e *engine) commit() {
 	}
 	point()
 	for _, q := range j.touched {
+		q.t.Committed()
 		if q.touched = false; !q.unshown {
 			q.unshown = true
 			j.shown = append(j.shown, q)
@@ -449,7 +450,9 @@ func (s *srq) publish() {
 // forget removes a QP that leaves the engine.
 func (j *engineJournal) forget(q *qp) {
 	is := func(x *qp) bool { return x == q }
-	j.touched, j.shown, j.qps = slices.DeleteFunc(j.touched, is), slices.DeleteFunc(j.shown, is), slices.DeleteFunc(j.qps, is)
+	for _, list := range [...]*[]*qp{&j.touched, &j.shown, &j.qps} {
+		*list = slices.DeleteFunc(*list, is)
+	}
 	q.touched, q.unshown, q.recorded = false, false, false
 }
 

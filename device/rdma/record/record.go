@@ -8,9 +8,9 @@
 //	}
 //
 // Numbers are unsigned LEB128 (encoding/binary's Uvarint), truth values are 0 or 1, byte strings of fixed length stand
-// for themselves, and lists begin with their length. What is written often is in words of 8 bytes (Words, Pack). A record begins with a version (Version); fields are only ever
-// appended to it, within Since. What is read is untrusted: a Codec never panics, reads nothing twice, and keeps the
-// first error.
+// for themselves, and lists begin with their length. What is written often is in words of 8 bytes (Words, Pack). A
+// record begins with a version (Version); fields are only ever appended to it, within Since. What is read is untrusted:
+// a Codec never panics, reads nothing twice, and keeps the first error.
 package record
 
 import (

@@ -108,9 +108,8 @@ type Link interface {
 	// mapped, until Run returns. slice is how many bytes this Run may copy before other QPs run, one packet at
 	// least.
 	Peer() (p *QP, slice uint64)
-	// Journaled reports whether the state of QPs is kept so that they survive the process (CO-2). Requests that have a
-	// response are sent as frames then: what requester and responder keep is not committed together, and only a frame's
-	// response can be repeated.
+	// Journaled reports whether the state of QPs is kept so that they survive the process (CO-2). The adapter calls
+	// Committed then, and commits a peer on the local path before the QP whose requests it has executed.
 	Journaled() bool
 
 	// Keep is called when a packet of UC or UD has met an absent page, after the fault was raised. True: the

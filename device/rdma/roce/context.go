@@ -531,7 +531,7 @@ func sumSGEs(s []SGE) (n uint64) {
 func (r *responder) record(c *record.Codec, q *QP) {
 	failed, empty := r.fatal.syndrome != 0, r.emptyDue.hi != r.emptyDue.lo
 	flags := [...]*bool{&r.dropMessage, &r.haveRecv, &failed, &empty}
-	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), uint64(r.off), uint64(r.length), pair(uint32(r.rkey), r.msn), r.accepted,
+	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), r.off, r.length, pair(uint32(r.rkey), r.msn), r.accepted,
 		uint64(r.op) | record.Pack(flags[:]...)<<8}
 	c.Words(w[:])
 	if c.Reading() {

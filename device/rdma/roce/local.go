@@ -63,8 +63,10 @@ func (q *QP) expectsLocal(psn uint64) bool {
 
 // localRC takes a step of slot cur of an RC QP. left is the number of bytes that this Run may still copy.
 func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
-	if s.info.kind.needsResponse() && q.link.Journaled() {
-		return localFrame
+	journaled := s.info.kind.needsResponse() && q.link.Journaled()
+	if journaled && q.req.uncommitted >= len(p.resp.resources) && len(p.resp.resources) > 0 {
+		*left, q.req.awaitsCommit = 0, true
+		return localDone
 	}
 	if q.req.nxt != q.req.una || q.req.sent != q.req.una {
 		// Packets are in flight. They are resent, or an acknowledgement is requested, as frames.
@@ -79,6 +81,10 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	}
 	n, res := q.localStep(p, s, left)
 	if n > 0 {
+		if journaled {
+			p.remember(s, q.req.nxt-s.first, n, q.req.atomicFound)
+			q.req.uncommitted++
+		}
 		q.req.nxt += n
 		q.req.una, q.req.sent = q.req.nxt, q.req.nxt
 		if s.info.kind == kindWrite {
@@ -100,6 +106,35 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	}
 	return q.finishLocalMiss(s, res)
 }
+
+// remember keeps what a duplicate of n packets of s may ask for, a READ or atomic that was executed on the local path:
+// if this process is killed, the requester may return to an older commit than the responder (CO-2).
+func (q *QP) remember(s *sendSlot, packet, n, found uint64) {
+	r := &q.resp
+	off := packet * uint64(q.mtu)
+	end := r.epsn
+	x := resource{first: end - n, end: end, start: end, next: end, stop: end, sentEnd: end}
+	switch s.w.Opcode {
+	case WRRead:
+		x.op, x.va, x.key = wire.ReadRequest, s.w.RemoteVA+translate.VA(off), s.w.RKey
+		x.length = min(n*uint64(q.mtu), s.w.Length-off)
+	case WRCompareSwap:
+		x.op, x.value = wire.CompareSwap, found
+	case WRFetchAdd:
+		x.op, x.value = wire.FetchAdd, found
+	default:
+		return // a FLUSH or ATOMIC WRITE is answered without
+	}
+	x.behindSend = r.ackPSN == x.first-1
+	*r.newResource() = x // there is one: no response is pending
+	r.accepted++
+}
+
+// Committed tells q that its state, and before that its peer's, is valid in the journal.
+func (q *QP) Committed() { q.req.uncommitted, q.req.awaitsCommit = 0, false }
+
+// AwaitsCommit reports whether the work of q goes on after a commit: its peer remembers no more answers.
+func (q *QP) AwaitsCommit() bool { return q.req.awaitsCommit }
 
 // localUC is localRC for UC. If a frame is in flight, the peer expects another PSN.
 func (q *QP) localUC(p *QP, s *sendSlot, left *uint64) localOutcome {
@@ -325,6 +360,7 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 		return localFrame
 	}
 	binary.LittleEndian.PutUint64(dst, old)
+	q.req.atomicFound = old
 	return localDone
 }
 

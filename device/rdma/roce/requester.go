@@ -47,6 +47,12 @@ type requester struct {
 	localPeer *QP            // the peer, if this Run may use the local path
 	localMiss translate.Miss // miss in the QP's own memory, on the local path
 
+	// With a journal: READs and atomics that were executed on the local path since the last commit. The responder
+	// remembers max_dest_rd_atomic of them.
+	uncommitted  int
+	awaitsCommit bool   // the next READ or atomic does
+	atomicFound  uint64 // what the newest atomic on the local path has found
+
 	// UD: the path for which QP.tx was encoded
 	udAV     AddressVector
 	udQPN    uint32
@@ -267,6 +273,10 @@ func (q *QP) runRC(budget int) (more bool) {
 			case localStop:
 				return false
 			}
+		}
+		if q.req.uncommitted > 0 && s.info.kind.needsResponse() { // frames would not count
+			q.req.awaitsCommit = true
+			return true
 		}
 		if !q.sendRC(s) {
 			return false

@@ -114,6 +114,7 @@ type crash struct {
 
 	n            int // messages
 	signalEvery  int
+	burst        int // requests posted at a time
 	size         int
 	src, dst     translate.PA // of a and b, n slots of slotSize
 	lkey, rkey   uint32
@@ -265,7 +266,9 @@ func (c *crash) program() {
 	c.postRecvs()
 	c.sent = append(c.sent, c.a.scq.poll()...)
 	c.gotten = append(c.gotten, c.b.rcq.poll()...)
-	c.postNext()
+	for range max(c.burst, 1) {
+		c.postNext()
+	}
 	for c.op == abi.WRRDMAWrite && c.consumed < c.n {
 		from, to := c.slots(c.consumed)
 		if !bytes.Equal(from, to) {
@@ -411,7 +414,7 @@ func TestCrash(t *testing.T) {
 		op   uint32
 		srq  bool
 		sig  int
-		size int // 0: a few packets
+		size int // 0: a few packets; below 0: so many requests of a few packets at a time
 	}{
 		{"SEND", abi.WRSend, false, 1, 0}, {"SEND, SRQ", abi.WRSend, true, 1, 0},
 		{"SEND, some signalled", abi.WRSend, false, 4, 0}, {"SEND, long", abi.WRSend, false, 1, 100 * crashMTU},
@@ -419,6 +422,8 @@ func TestCrash(t *testing.T) {
 		{"WRITE, long", abi.WRRDMAWrite, false, 2, 100 * crashMTU},
 		{"WRITE with immediate", abi.WRRDMAWriteWithImm, false, 2, 0}, {"READ", abi.WRRDMARead, false, 1, 0},
 		{"READ, long", abi.WRRDMARead, false, 1, 100 * crashMTU},
+		{"READ, seven at a time", abi.WRRDMARead, false, 3, -7}, // more than the responder remembers
+		{"FETCH_ADD, seven at a time", abi.WRAtomicFetchAndAdd, false, 1, -7},
 		{"REG_MR, SEND, LOCAL_INV", abi.WRRegMR, false, 2, 0},
 		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1, 0}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3, 0},
 	} {
@@ -432,7 +437,8 @@ func TestCrash(t *testing.T) {
 				}
 				for reached := true; reached && !t.Failed(); at += step {
 					t.Run(fmt.Sprint(at), func(t *testing.T) {
-						c := newCrash(t, x.op, x.srq, local, strings.ToLower(victims), at, x.size)
+						c := newCrash(t, x.op, x.srq, local, strings.ToLower(victims), at, max(x.size, 0))
+						c.burst = -x.size
 						c.signalEvery = x.sig
 						reached = c.run()
 						total++

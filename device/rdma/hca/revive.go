@@ -373,7 +373,7 @@ func (d *Device) finishPast(p *past) error {
 	}
 	for _, o := range t.qpList {
 		if i := len(p.words) - len(d.data.qps) + o.q.index; i >= 0 && i < len(p.words) {
-			o.q.engine.loop.Visit(func() { o.q.t.SetStored(p.words[i].Load()) })
+			o.q.engine.loop.Visit(func() { o.q.t.Revived(p.words[i].Load()) })
 		}
 	}
 	d.pastQueue, d.pastJobs = p.queue, p.jobs

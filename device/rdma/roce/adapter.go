@@ -73,7 +73,7 @@ type Memory interface {
 	ReadRemote(dst []byte, key translate.Key, va translate.VA) translate.Miss
 	WriteRemote(key translate.Key, va translate.VA, src []byte) translate.Miss
 	// Stored says that all data of WRITEs with PSNs before psn is in memory; those are extended to 64 bits, see
-	// QP.Expected. A process that continues this one does not store it again (QP.SetStored): a program that polls memory
+	// QP.Expected. A process that continues this one does not store it again (QP.Revived): a program that polls memory
 	// may have overwritten it.
 	Stored(psn uint64)
 	// AtomicRemote executes one 8-byte atomic, which needs the right op.Needs(). va is 8-byte aligned. Operands and

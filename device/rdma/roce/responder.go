@@ -111,15 +111,22 @@ func (r *responder) reset(link Link) {
 	r.start(0)
 }
 
-// SetStored says what the previous process had stored when it was killed: the data of WRITEs before PSN psn, as it told
-// the adapter (Memory.Stored). What is not plausible has no effect.
-func (q *QP) SetStored(psn uint64) {
-	if q.typ == RC && psn > q.resp.epsn && psn-q.resp.epsn < psnHalf { // others do not repeat
-		q.resp.stored = psn
+// Revived says that q continues what a killed process has left. stored: that process had stored the data of WRITEs
+// before this PSN, as it told the adapter (Memory.Stored); what is not plausible has no effect. It may also have sent
+// any response since its last commit: a requester that has them may go on at once.
+func (q *QP) Revived(stored uint64) {
+	if q.typ != RC { // others repeat nothing
+		return
+	}
+	if stored > q.resp.epsn && stored-q.resp.epsn < psnHalf {
+		q.resp.stored = stored
+	}
+	for i := range q.resp.resources {
+		q.resp.resources[i].sentEnd = q.resp.resources[i].end
 	}
 }
 
-// StoredBefore returns what SetStored has set, 0 if that does not matter any more.
+// StoredBefore returns what Revived has set, 0 if that does not matter any more.
 func (q *QP) StoredBefore() uint64 {
 	if q.resp.stored <= q.resp.epsn {
 		return 0

@@ -121,44 +121,68 @@ func TestGoldenHeader(t *testing.T) {
 	}
 }
 
+// TestNumFDs: a message says itself how many descriptors it has.
+func TestNumFDs(t *testing.T) {
+	for _, tc := range []struct {
+		req   Request
+		flags uint32
+		body  []byte
+		want  int
+	}{
+		{ReqGetFeatures, 0, nil, 0},
+		{ReqAddMemReg, 0, AppendMemReg(nil, Region{}), 1},
+		{ReqAddMemReg, FlagReply, AppendU64(nil, 0), 0},
+		{ReqRemMemReg, 0, AppendMemReg(nil, Region{}), 0},
+		{ReqSetBackendReqFD, 0, nil, 1},
+		{ReqSetMemTable, 0, AppendMemTable(nil, nil), 0},
+		{ReqSetMemTable, 0, AppendMemTable(nil, make([]Region, 3)), 3},
+		{ReqSetMemTable, 0, bytes.Repeat([]byte{255}, 8), MaxTableRegions},
+		{ReqSetVringKick, 0, VringFD{Index: 3}.Append(nil), 1},
+		{ReqSetVringCall, 0, VringFD{Index: 3, NoFD: true}.Append(nil), 0},
+		{ReqSetVringErr, FlagReply, VringFD{Index: 3}.Append(nil), 0},
+	} {
+		h := Header{Request: tc.req, Flags: FlagVersion | tc.flags}
+		if got := h.NumFDs(tc.body); got != tc.want {
+			t.Errorf("%v, flags %d, body %x: %d descriptors, want %d", tc.req, tc.flags, tc.body, got, tc.want)
+		}
+	}
+}
+
 // TestHeaderCheck: requests that the allow-list refuses, and the messages.
 func TestHeaderCheck(t *testing.T) {
 	ok := Header{Flags: FlagVersion}
 	for _, tc := range []struct {
 		req  Request
 		mod  func(*Header)
-		fds  int
 		want string // "" means accepted
 	}{
-		{ReqGetFeatures, nil, 0, ""},
-		{ReqGetFeatures, nil, 1, "GET_FEATURES: 1 file descriptors, want 0"},
-		{ReqGetFeatures, func(h *Header) { h.Size = 8 }, 0, "payload of 8 bytes, want 0"},
-		{ReqSetFeatures, func(h *Header) { h.Size = 4 }, 0, "payload of 4 bytes, want 8"},
-		{ReqSetMemTable, func(h *Header) { h.Size = 8 + 8*32 }, 8, ""},
-		{ReqSetMemTable, func(h *Header) { h.Size = 8 + 9*32 }, 8, "want 8 to 264"},
-		{ReqSetMemTable, func(h *Header) { h.Size = 8 }, 9, "9 file descriptors, want 0 to 8"},
-		{ReqAddMemReg, func(h *Header) { h.Size = 40 }, 0, "0 file descriptors, want 1"},
-		{ReqAddMemReg, func(h *Header) { h.Size = 32 }, 1, "payload of 32 bytes, want 40"},
-		{ReqRemMemReg, func(h *Header) { h.Size = 40 }, 1, ""},
-		{ReqSetBackendReqFD, nil, 2, "2 file descriptors, want 1"},
-		{ReqGetConfig, func(h *Header) { h.Size = 12 + 257 }, 0, "want 12 to 268"},
-		{ReqGetStatus, func(h *Header) { h.Flags |= FlagReply }, 0, "reply bit"},
-		{0, nil, 0, "request 0 is unknown"},
-		{6, nil, 0, "request 6 is unknown"},   // SET_LOG_BASE
-		{31, nil, 0, "request 31 is unknown"}, // GET_INFLIGHT_FD
-		{0xffffffff, func(h *Header) { h.Size = 0xffffffff }, 0, "is unknown"},
+		{ReqGetFeatures, nil, ""},
+		{ReqGetFeatures, func(h *Header) { h.Size = 8 }, "payload of 8 bytes, want 0"},
+		{ReqSetFeatures, func(h *Header) { h.Size = 4 }, "payload of 4 bytes, want 8"},
+		{ReqSetMemTable, func(h *Header) { h.Size = 8 + 8*32 }, ""},
+		{ReqSetMemTable, func(h *Header) { h.Size = 8 + 9*32 }, "want 8 to 264"},
+		{ReqAddMemReg, func(h *Header) { h.Size = 40 }, ""},
+		{ReqAddMemReg, func(h *Header) { h.Size = 32 }, "payload of 32 bytes, want 40"},
+		{ReqRemMemReg, func(h *Header) { h.Size = 40 }, ""},
+		{ReqSetBackendReqFD, nil, ""},
+		{ReqGetConfig, func(h *Header) { h.Size = 12 + 257 }, "want 12 to 268"},
+		{ReqGetStatus, func(h *Header) { h.Flags |= FlagReply }, "reply bit"},
+		{0, nil, "request 0 is unknown"},
+		{6, nil, "request 6 is unknown"},   // SET_LOG_BASE
+		{31, nil, "request 31 is unknown"}, // GET_INFLIGHT_FD
+		{0xffffffff, func(h *Header) { h.Size = 0xffffffff }, "is unknown"},
 	} {
 		h := ok
 		h.Request = tc.req
 		if tc.mod != nil {
 			tc.mod(&h)
 		}
-		err := h.Check(tc.fds)
+		err := h.Check()
 		switch {
 		case tc.want == "" && err != nil:
 			t.Errorf("%v: %v", tc.req, err)
 		case tc.want != "" && (!errors.Is(err, ErrProtocol) || !strings.Contains(err.Error(), tc.want)):
-			t.Errorf("%v, %d fds: %v, want %q", tc.req, tc.fds, err, tc.want)
+			t.Errorf("%v: %v, want %q", tc.req, err, tc.want)
 		}
 	}
 	if _, err := ParseHeader(make([]byte, HeaderSize)); !errors.Is(err, ErrProtocol) {
@@ -172,7 +196,7 @@ func TestHeaderCheck(t *testing.T) {
 // TestRulesMatchSizes keeps the allow-list's bounds within the receive buffer.
 func TestRulesMatchSizes(t *testing.T) {
 	for req, r := range rules {
-		if r.maxSize > maxPayload || r.minSize > r.maxSize || r.minFDs > r.maxFDs || r.maxFDs >= maxRecvFDs || r.name == "" {
+		if r.maxSize > maxPayload || r.minSize > r.maxSize || r.fds >= maxRecvFDs || r.name == "" {
 			t.Errorf("%v: %+v", req, r)
 		}
 	}
@@ -283,7 +307,10 @@ func FuzzPayloads(f *testing.F) {
 		case 7:
 			h, err := ParseHeader(b)
 			again(h.Append(nil), err)
-			_ = h.Check(fds)
+			_ = h.Check()
+			if n := h.NumFDs(b); n < 0 || n > MaxTableRegions {
+				t.Fatalf("%+v: %d descriptors", h, n)
+			}
 		}
 	})
 }

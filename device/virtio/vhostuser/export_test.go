@@ -25,6 +25,13 @@ func SetPwrite(f func(fd int, b []byte, off int64) (int, error)) (restore func()
 	return func() { pwrite = was }
 }
 
+// SetCrossed calls f between the steps of a message while no server runs, and returns the inverse.
+func SetCrossed(f func(step string)) (restore func()) {
+	was := crossed
+	crossed = f
+	return func() { crossed = was }
+}
+
 // Limits of messages to a Keeper.
 const (
 	PaceBurst = paceBurst

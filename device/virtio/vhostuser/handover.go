@@ -41,9 +41,10 @@ type handed struct {
 	Features   uint64       `json:"features"` // acknowledged
 	Negotiated bool         `json:"negotiated"`
 	Status     uint8        `json:"status"`
-	Context    uint64       `json:"context"` // size of the device's state, 0: none
-	Rings      []handedRing `json:"rings"`   // by number
-	Stopped    int64        `json:"stopped"` // when the rings were stopped, on the clock since the host's boot, ns
+	Context    uint64       `json:"context"`        // size of the device's state, 0: none
+	Idle       bool         `json:"idle,omitempty"` // no ring has run: the device is as new, and has no journal
+	Rings      []handedRing `json:"rings"`          // by number
+	Stopped    int64        `json:"stopped"`        // when the rings were stopped, on the clock since the host's boot, ns
 }
 
 type handedRing struct {
@@ -88,10 +89,6 @@ func (se *session) handOver() {
 	se.stopAll()
 	s.Running = nil // the device's end follows
 	state, err := dev.Save()
-	if !s.Live && err == nil && len(state) == 0 {
-		se.kept.write(&s)
-		return
-	}
 	var h *handed
 	if err == nil {
 		h, err = se.handed(state)
@@ -143,7 +140,8 @@ func (se *session) handed(state []byte) (*handed, error) {
 
 // choices describes the driver's choices and the rings, without the names of eventfds.
 func (se *session) choices(epoch uint64) *handed {
-	h := &handed{Epoch: epoch, Features: se.features, Negotiated: se.negotiated, Status: se.status}
+	h := &handed{Epoch: epoch, Features: se.features, Negotiated: se.negotiated, Status: se.status,
+		Idle: se.running.journal == ""}
 	for i := range se.rings {
 		r := &se.rings[i]
 		fds := r.eventfds()
@@ -193,7 +191,10 @@ func (se *session) takeOver(s *keptState, kept Kept) bool {
 		se.saveState()
 	}
 	parts := se.takeParts(h, kept)
-	defer se.dropParts(parts)
+	defer func() {
+		se.dropParts(parts)
+		se.follow() // then: a keeper does not store the second name of an open file
+	}()
 	if h == nil {
 		return false
 	}
@@ -201,6 +202,9 @@ func (se *session) takeOver(s *keptState, kept Kept) bool {
 		se.log.Error("state of the previous vnicd refused: the driver has to begin anew", "reason", err)
 		se.beginAnew()
 		return false
+	}
+	if s.Handed == nil && h.Idle {
+		return true
 	}
 	se.wasLive = false
 	if s.Handed != nil {
@@ -226,6 +230,10 @@ func (se *session) goOn(s *keptState, h *handed, p *handedParts) error {
 		if err := se.adoptContext(h, p.context); err != nil {
 			return err
 		}
+	} else if h.Idle {
+		se.follow()
+		se.startReady()
+		return nil
 	} else if h.Negotiated { // otherwise there is no driver, and its reset may not have reached the journal
 		if err := se.adoptJournal(p.journal); err != nil {
 			return err

@@ -116,7 +116,7 @@ func TestViolations(t *testing.T) {
 		{"memory shorter than said", slices.Concat(proto, message(vhostuser.ReqAddMemReg, vhostuser.AppendMemReg(nil, r))),
 			[]int{small}, "ADD_MEM_REG: refused"},
 		{"table without files", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())), nil,
-			"1 regions and 0 file descriptors"},
+			"0 file descriptors, want 1"},
 		{"table with a hole in its file", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, m.Regions())),
 			[]int{small}, "SET_MEM_TABLE: refused"},
 		{"overlapping table", message(vhostuser.ReqSetMemTable, vhostuser.AppendMemTable(nil, []vhostuser.Region{r, r})),

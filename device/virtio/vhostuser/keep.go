@@ -99,7 +99,7 @@ type keeping struct {
 	to    Keeper // nil: nothing is kept
 	name  string // of the connection; prefix of the others
 	log   hclog.Logger
-	state int // a memory file of keptSize bytes that starts with keptState as JSON
+	state int // a memory file, see statefile.go
 }
 
 // keptState is the negotiated state. Fields may be added but not changed: the next process may be of another release.
@@ -128,6 +128,7 @@ func (r *keptRegion) region() Region {
 func (k *keeping) connection() string { return k.name }
 func (k *keeping) channel() string    { return k.name + "/channel" }
 func (k *keeping) agreed() string     { return k.name + "/state" }
+func (k *keeping) replies() string    { return k.name + "/replies" } // see reply.go
 
 // memory names the descriptor of a file. It is not one of a region: a VM's regions are usually parts of one file, and
 // systemd stores an open file only once, whatever the names.
@@ -138,8 +139,8 @@ func (k *keeping) oldMemory(r Region) string {
 	return k.name + "/memory/" + strconv.FormatUint(r.GuestPA, 16)
 }
 
-// begin starts to keep a connection.
-func (k *keeping) begin(c *net.UnixConn, s keptState) error {
+// begin starts to keep a connection, with its pipe for replies.
+func (k *keeping) begin(c *net.UnixConn, pipe int, s keptState) error {
 	if k.to == nil {
 		return nil
 	}
@@ -156,6 +157,7 @@ func (k *keeping) begin(c *net.UnixConn, s keptState) error {
 	}
 	k.write(&s)
 	k.keep(k.agreed(), fd)
+	k.keep(k.replies(), pipe)
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -193,15 +195,16 @@ func (k *keeping) write(s *keptState) {
 }
 
 // end removes everything of the connection from the keeper.
-func (k *keeping) end(regions []mapped, others []string) {
+func (k *keeping) end(files []fileID, others []string) {
 	if k.to == nil {
 		return
 	}
 	k.forget(k.connection())
 	k.forget(k.agreed())
+	k.forget(k.replies())
 	k.forget(k.channel())
-	for _, r := range regions {
-		k.forget(k.memory(r.file)) // several times, if several regions are in it
+	for _, id := range files {
+		k.forget(k.memory(id))
 	}
 	for _, name := range others {
 		k.forget(name)
@@ -222,8 +225,8 @@ func (se *session) saveState() {
 
 func (se *session) state() keptState {
 	s := keptState{Protocol: se.proto, Live: se.backend.isLive() || se.oldLive, Untold: se.untold,
-		Regions: make([]keptRegion, len(se.regions)), Running: se.running.last}
-	for i, r := range se.regions {
+		Regions: make([]keptRegion, len(se.stored)), Running: se.running.last}
+	for i, r := range se.stored {
 		s.Regions[i] = keptRegion{r.GuestPA, r.Size, r.UserAddr, r.Offset, r.file.String()}
 	}
 	return s
@@ -257,6 +260,9 @@ func (se *session) adopt(kept Kept) error {
 	if err != nil {
 		return fmt.Errorf("the state: %w", err)
 	}
+	if err := se.adoptPipe(kept); err != nil {
+		return err
+	}
 	if extra := s.Protocol &^ se.srv.protos; extra != 0 {
 		return fmt.Errorf("protocol features %#x are not offered any more", extra)
 	}
@@ -282,6 +288,7 @@ func (se *session) adopt(kept Kept) error {
 			return fmt.Errorf("memory at PA %#x: %w", r.GuestPA, err)
 		}
 	}
+	se.stored = slices.Clone(se.regions)
 	if fd, ok := kept.take(se.kept.channel()); ok {
 		if err := se.backend.set(fd, se.log); err != nil {
 			return err
@@ -315,9 +322,12 @@ func (se *session) adoptRegion(k *keptRegion, files Kept) error {
 	if err != nil {
 		return err
 	}
-	if k.File == "" && !se.knows(id) {
-		se.kept.forget(name) // first: the second name of an open file is not stored
-		se.kept.keep(se.kept.memory(id), fd)
+	if !slices.Contains(se.files, id) {
+		se.files = append(se.files, id)
+		if k.File == "" {
+			se.kept.forget(name) // first: the second name of an open file is not stored
+			se.kept.keep(se.kept.memory(id), fd)
+		}
 	}
 	return se.mapRegion(mapped{r, id}, fd)
 }

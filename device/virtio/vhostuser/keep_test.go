@@ -63,7 +63,7 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	d := open(t, frontend.Config{Path: path, Memory: m, Features: echoFeature})
 	roundTrip(t, d, m, 1, "before")
 	// Both regions are in one file, which is stored once, as systemd does in any case.
-	want := []string{"hca/one", "hca/one/channel", memoryOf(t, s), "hca/one/state"}
+	want := []string{"hca/one", "hca/one/channel", memoryOf(t, s), "hca/one/replies", "hca/one/state"}
 	if got := s.Names(); !slices.Equal(got, want) {
 		t.Fatalf("kept: %q", got)
 	}

@@ -37,6 +37,9 @@ func (se *session) fileOf(fd int) (fileID, error) {
 	return fileID{st.Dev, st.Ino}, nil
 }
 
+// A change of memory is atomic for the next process, which finds the old table in the state file or the new one
+// (session.stored): a file is kept before a state names it, and forgotten after none does.
+
 // setMemTable replaces the memory. Regions in both tables (same place, same file) stay in use, so rings and work queues
 // in them continue; a front end sends the whole table for each partial change. Rings in withdrawn memory are stopped
 // first and restarted if the new table has their memory.
@@ -57,6 +60,7 @@ func (se *session) setMemTable(m *Message) error {
 		return fmt.Errorf("%w: %w", errRefused, err)
 	}
 	// All checks have passed; now change, old regions before new ones, because a new one may take an old one's place.
+	defer se.storeMemory()
 	old := slices.Clone(se.regions)
 	removed := false
 	for _, r := range old {
@@ -104,6 +108,10 @@ func (se *session) addMemReg(m *Message) error {
 	if err != nil {
 		return err
 	}
+	if se.again && slices.Contains(se.regions, mapped{r, id}) {
+		se.startReady()
+		return nil
+	}
 	if len(se.regions) >= MaxMemSlots {
 		return refuse("memory region at PA %#x: %d regions are there, want at most %d", r.GuestPA, len(se.regions),
 			MaxMemSlots)
@@ -117,6 +125,7 @@ func (se *session) addMemReg(m *Message) error {
 	if err := se.admit(mapped{r, id}, m.FDs[0]); err != nil {
 		return fmt.Errorf("%w: %w", errRefused, err)
 	}
+	se.storeMemory()
 	se.startReady()
 	return nil
 }
@@ -129,23 +138,42 @@ func (se *session) remMemReg(m *Message) error {
 	for _, o := range se.regions {
 		// "Identified by its guest address, user address and size."
 		if o.GuestPA == r.GuestPA && o.UserAddr == r.UserAddr && o.Size == r.Size {
-			return se.withdraw(o)
+			err := se.withdraw(o)
+			se.storeMemory()
+			return err
 		}
+	}
+	if se.again {
+		return nil // removed already
 	}
 	return refuse("no memory region at PA %#x, size %#x, user address %#x", r.GuestPA, r.Size, r.UserAddr)
 }
 
-// admit maps a region, and keeps it for the next process. The caller still owns fd.
+// admit maps a region, and keeps its file for the next process. The caller still owns fd, and calls storeMemory.
 func (se *session) admit(r mapped, fd int) error {
-	known := se.knows(r.file)
 	if err := se.mapRegion(r, fd); err != nil {
 		return err
 	}
-	if !known {
+	if !slices.Contains(se.files, r.file) {
+		se.files = append(se.files, r.file)
 		se.kept.keep(se.kept.memory(r.file), fd)
 	}
-	se.saveState()
 	return nil
+}
+
+// storeMemory completes a change of memory: from now on the next process finds the present regions.
+func (se *session) storeMemory() {
+	if !slices.Equal(se.stored, se.regions) {
+		se.stored = slices.Clone(se.regions)
+		se.saveState()
+	}
+	se.files = slices.DeleteFunc(se.files, func(id fileID) bool {
+		if se.knows(id) {
+			return false
+		}
+		se.kept.forget(se.kept.memory(id))
+		return true
+	})
 }
 
 // knows reports whether a region is in that file.
@@ -203,7 +231,8 @@ func (se *session) seal() error {
 	return err
 }
 
-// withdraw stops the rings in a region and unmaps it; the host driver waits until it is no longer accessed (EP-3).
+// withdraw stops the rings in a region and unmaps it; the host driver waits until it is no longer accessed (EP-3). The
+// caller calls storeMemory.
 func (se *session) withdraw(r mapped) error {
 	for i := range se.rings {
 		if se.rings[i].q == nil {
@@ -222,9 +251,5 @@ func (se *session) withdraw(r mapped) error {
 		return err
 	}
 	se.regions = slices.DeleteFunc(se.regions, func(o mapped) bool { return o == r })
-	se.saveState()
-	if !se.knows(r.file) {
-		se.kept.forget(se.kept.memory(r.file))
-	}
 	return nil
 }

@@ -100,6 +100,12 @@ func (h Header) Append(b []byte) []byte {
 	return binary.NativeEndian.AppendUint32(b, h.Size)
 }
 
+// message appends the whole message with that body to b.
+func (h Header) message(b, body []byte) []byte {
+	h.Size = uint32(len(body))
+	return append(h.Append(b), body...)
+}
+
 // NeedReply reports whether the sender asked for an acknowledgement.
 func (h Header) NeedReply() bool { return h.Flags&FlagNeedReply != 0 }
 
@@ -123,7 +129,8 @@ func ParseHeader(b []byte) (Header, error) {
 type rule struct {
 	name             string
 	minSize, maxSize uint32
-	minFDs, maxFDs   int
+	fds              int    // descriptors, unless the body says how many
+	vringFD          bool   // the body says whether there is one
 	proto            uint64 // required protocol feature, 0 if none
 	replies          bool   // has a reply of its own
 }
@@ -133,30 +140,29 @@ var rules = map[Request]rule{
 	ReqSetFeatures:         {name: "SET_FEATURES", minSize: 8, maxSize: 8},
 	ReqSetOwner:            {name: "SET_OWNER"},
 	ReqResetOwner:          {name: "RESET_OWNER"},
-	ReqSetMemTable:         {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxTable, maxFDs: MaxTableRegions},
+	ReqSetMemTable:         {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxTable},
 	ReqSetVringNum:         {name: "SET_VRING_NUM", minSize: stateSize, maxSize: stateSize},
 	ReqSetVringAddr:        {name: "SET_VRING_ADDR", minSize: addrSize, maxSize: addrSize},
 	ReqSetVringBase:        {name: "SET_VRING_BASE", minSize: stateSize, maxSize: stateSize},
 	ReqGetVringBase:        {name: "GET_VRING_BASE", minSize: stateSize, maxSize: stateSize, replies: true},
-	ReqSetVringKick:        {name: "SET_VRING_KICK", minSize: 8, maxSize: 8, maxFDs: 1},
-	ReqSetVringCall:        {name: "SET_VRING_CALL", minSize: 8, maxSize: 8, maxFDs: 1},
-	ReqSetVringErr:         {name: "SET_VRING_ERR", minSize: 8, maxSize: 8, maxFDs: 1},
+	ReqSetVringKick:        {name: "SET_VRING_KICK", minSize: 8, maxSize: 8, vringFD: true},
+	ReqSetVringCall:        {name: "SET_VRING_CALL", minSize: 8, maxSize: 8, vringFD: true},
+	ReqSetVringErr:         {name: "SET_VRING_ERR", minSize: 8, maxSize: 8, vringFD: true},
 	ReqGetProtocolFeatures: {name: "GET_PROTOCOL_FEATURES", replies: true},
 	ReqSetProtocolFeatures: {name: "SET_PROTOCOL_FEATURES", minSize: 8, maxSize: 8},
 	ReqGetQueueNum:         {name: "GET_QUEUE_NUM", proto: ProtoMQ, replies: true},
 	ReqSetVringEnable:      {name: "SET_VRING_ENABLE", minSize: stateSize, maxSize: stateSize},
 	ReqSendRARP:            {name: "SEND_RARP", minSize: 8, maxSize: 8, proto: ProtoRARP},
 	ReqNetSetMTU:           {name: "NET_SET_MTU", minSize: 8, maxSize: 8, proto: ProtoMTU},
-	ReqSetBackendReqFD:     {name: "SET_BACKEND_REQ_FD", minFDs: 1, maxFDs: 1, proto: ProtoBackendReq},
+	ReqSetBackendReqFD:     {name: "SET_BACKEND_REQ_FD", fds: 1, proto: ProtoBackendReq},
 	ReqGetConfig: {name: "GET_CONFIG", minSize: configHeader, maxSize: configHeader + MaxConfigSize,
 		proto: ProtoConfig, replies: true}, ReqSetConfig: {name: "SET_CONFIG", minSize: configHeader,
 		maxSize: configHeader + MaxConfigSize, proto: ProtoConfig},
 	ReqResetDevice:    {name: "RESET_DEVICE", proto: ProtoResetDevice},
 	ReqGetMaxMemSlots: {name: "GET_MAX_MEM_SLOTS", proto: ProtoConfigureMemSlots, replies: true},
-	ReqAddMemReg: {name: "ADD_MEM_REG", minSize: singleSize, maxSize: singleSize, minFDs: 1, maxFDs: 1,
+	ReqAddMemReg: {name: "ADD_MEM_REG", minSize: singleSize, maxSize: singleSize, fds: 1,
 		proto: ProtoConfigureMemSlots},
-	// One descriptor is tolerated: "for compatibility with existing incorrect implementations".
-	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize, maxFDs: 1,
+	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize,
 		proto: ProtoConfigureMemSlots}, ReqSetStatus: {name: "SET_STATUS", minSize: 8, maxSize: 8, proto: ProtoStatus},
 	ReqGetStatus: {name: "GET_STATUS", proto: ProtoStatus, replies: true},
 }
@@ -169,9 +175,8 @@ func (r Request) String() string {
 	return fmt.Sprintf("request %d", uint32(r))
 }
 
-// Check verifies a request's header and number of descriptors against the
-// allow-list, before its body is read.
-func (h Header) Check(fds int) error {
+// Check verifies a request's header against the allow-list, before its body is read.
+func (h Header) Check() error {
 	r, ok := rules[h.Request]
 	switch {
 	case !ok:
@@ -183,13 +188,23 @@ func (h Header) Check(fds int) error {
 			return protoErr("%v: payload of %d bytes, want %d", h.Request, h.Size, r.minSize)
 		}
 		return protoErr("%v: payload of %d bytes, want %d to %d", h.Request, h.Size, r.minSize, r.maxSize)
-	case fds < r.minFDs || fds > r.maxFDs:
-		if r.minFDs == r.maxFDs {
-			return protoErr("%v: %d file descriptors, want %d", h.Request, fds, r.minFDs)
-		}
-		return protoErr("%v: %d file descriptors, want %d to %d", h.Request, fds, r.minFDs, r.maxFDs)
 	}
 	return nil
+}
+
+// NumFDs returns how many descriptors a message with that body comes with. None belong to replies, nor to messages of
+// the back end.
+func (h Header) NumFDs(body []byte) int {
+	r := rules[h.Request]
+	switch {
+	case h.Flags&FlagReply != 0:
+		return 0
+	case h.Request == ReqSetMemTable && len(body) >= tableHeader:
+		return int(min(binary.NativeEndian.Uint32(body), MaxTableRegions))
+	case r.vringFD && len(body) == 8 && binary.NativeEndian.Uint64(body)&vringNoFD == 0:
+		return 1
+	}
+	return r.fds
 }
 
 // FeatureProtocolFeatures is VHOST_USER_F_PROTOCOL_FEATURES, vhost-user's own feature bit.

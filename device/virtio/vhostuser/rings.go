@@ -97,6 +97,9 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		if s.Num > 0xffff && !se.packed() {
 			return nil, protoErr("ring %d: base %#x, want 16 bits", i, s.Num)
 		}
+		if r.q != nil && se.again {
+			return nil, nil // since the base was set
+		}
 		if r.q != nil {
 			return nil, refuse("ring %d: base set while it runs", i)
 		}

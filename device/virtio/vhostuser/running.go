@@ -32,7 +32,7 @@ type running struct {
 	fd      int  // its journal, valid if asked, -1: none
 	epoch   uint64
 	last    *handed              // as last described, nil: nothing is kept
-	journal string               // as it is kept
+	journal string               // as it is kept; "": it is not
 	files   map[uint64]*keptFile // eventfds that are kept, by their number
 }
 
@@ -52,12 +52,15 @@ func (r *running) names(k *keeping) (names []string) {
 	for _, f := range r.files {
 		names = append(names, k.part(f.name))
 	}
-	return append(names, r.journal)
+	if r.journal != "" {
+		names = append(names, r.journal)
+	}
+	return names
 }
 
 // runs reports whether a ring is with the device.
 func (h *handed) runs() bool {
-	if h == nil || !h.Negotiated {
+	if h == nil || !h.Negotiated || h.Idle {
 		return false
 	}
 	for _, x := range h.Rings {
@@ -68,35 +71,55 @@ func (h *handed) runs() bool {
 	return false
 }
 
-// survive begins to keep what another process needs to go on after a kill, if the device can do so, and describes the
-// rings. It is called before a ring starts.
-func (se *session) survive() {
-	dev, ok := se.dev.(virtio.Survivor)
-	if !ok || se.kept.to == nil || se.leaving {
-		return
+// survives reports whether the device can be continued after a kill.
+func (se *session) survives() bool {
+	_, ok := se.dev.(virtio.Survivor)
+	return ok && se.kept.to != nil && !se.leaving
+}
+
+// follow begins to describe the rings before one has run, unless the device is known to have no journal.
+func (se *session) follow() {
+	if se.survives() && se.running.last == nil && (!se.running.asked || se.running.fd >= 0) {
+		se.describeAnew()
 	}
-	if se.running.last != nil {
+}
+
+// survive begins to keep the device's journal, if it has one, and describes the rings. It is called before a ring
+// starts.
+func (se *session) survive() {
+	switch {
+	case !se.survives():
+		return
+	case se.running.last != nil && se.running.journal != "":
 		se.describe()
 		return
-	}
-	if !se.running.asked {
-		fd, err := dev.Journal()
+	case !se.running.asked:
+		fd, err := se.dev.(virtio.Survivor).Journal()
 		if err != nil {
 			se.log.Warn("the device has no journal: its driver will have to begin anew if vnicd is killed", "error", err)
 			fd = -1
 		}
 		se.running.asked, se.running.fd = true, fd
 	}
-	if se.running.fd < 0 {
-		return
+	if se.running.fd >= 0 {
+		se.describeAnew()
+	} else if se.running.last != nil {
+		se.forgetRun()
 	}
+}
+
+// describeAnew begins the description, with the device's journal if that was asked for. Eventfds that are kept remain.
+func (se *session) describeAnew() {
 	se.running.epoch = rand.Uint64()
-	se.running.journal = se.kept.journal(se.running.epoch)
 	if se.running.files == nil {
 		se.running.files = map[uint64]*keptFile{}
 	}
+	var err error
+	if se.running.asked {
+		se.running.journal = se.kept.journal(se.running.epoch)
+		err = se.kept.to.Keep(se.running.journal, se.running.fd)
+	}
 	h := se.choices(se.running.epoch)
-	err := se.kept.to.Keep(se.running.journal, se.running.fd)
 	if err == nil {
 		err = se.nameFiles(h)
 	}
@@ -110,7 +133,7 @@ func (se *session) survive() {
 
 // describe stores the rings and the driver's choices if they have changed.
 func (se *session) describe() {
-	if se.running.last == nil || se.kept.to == nil || se.leaving {
+	if !se.survives() || se.running.last == nil {
 		return
 	}
 	h := se.choices(se.running.epoch)
@@ -135,7 +158,7 @@ func (se *session) giveUp(err error) {
 // forgetRun ends the description.
 func (se *session) forgetRun() {
 	names := se.running.names(&se.kept)
-	se.running.last = nil
+	se.running.last, se.running.journal = nil, ""
 	se.saveState()
 	for _, name := range names {
 		se.kept.forget(name)

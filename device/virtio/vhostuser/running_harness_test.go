@@ -309,10 +309,10 @@ func (d *daemon) next() {
 // called reports whether the device was called so.
 func (d *daemon) called(what string) bool { return slices.Contains(d.dev.calls(), what) }
 
-// count returns the number of descriptors that are kept for a driver that runs: connection, channel, memory, state;
-// journal, and kick and call of two rings.
+// count returns the number of descriptors that are kept for a driver that runs: connection, channel, memory, pipe,
+// state; journal, and kick and call of two rings.
 const (
-	countIdle = 4
+	countIdle = 5
 	countRuns = countIdle + 5
 )
 

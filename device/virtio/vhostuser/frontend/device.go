@@ -227,8 +227,8 @@ func (d *Device) listen() {
 	defer close(d.gone)
 	var m vhostuser.Message
 	for {
-		err := d.backend.Recv(&m, func(h vhostuser.Header, fds int) error {
-			if h.Request != vhostuser.BackendConfigChange || h.Size != 0 || fds != 0 {
+		err := d.backend.Recv(&m, func(h vhostuser.Header) error {
+			if h.Request != vhostuser.BackendConfigChange || h.Size != 0 {
 				return fmt.Errorf("frontend: unexpected back-end request %d", uint32(h.Request))
 			}
 			return nil

@@ -1,0 +1,243 @@
+package vhostuser_test
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testutil"
+	"github.com/vnicd/vnicd/device/testutil/testlog"
+	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
+)
+
+// mortal is a Keeper and a row of processes, each of which is killed at a step. At that step what the next one finds is
+// copied, and the connection's goroutine ends. The socket, the pipe and the eventfds are the same open files in all.
+type mortal struct {
+	t    *testing.T
+	path string
+	next chan *testutil.Keeper // of a process that was killed
+	done chan struct{}         // closed when no more are started
+	logs *testlog.Log
+
+	mu    sync.Mutex
+	s     *testutil.Keeper // of the process that runs
+	begun bool
+	left  []int    // steps that this process and the next ones have; one that is not listed is not killed
+	died  []string // at which steps
+}
+
+func (k *mortal) step(format string, a ...any) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.s == nil || !k.begun || len(k.left) == 0 {
+		return
+	}
+	if k.left[0]--; k.left[0] >= 0 {
+		return
+	}
+	k.left = k.left[1:]
+	k.died = append(k.died, fmt.Sprintf(format, a...))
+	s := copyKeeper(k.t, k.s)
+	k.s = nil // what follows is the end of the goroutine, not of a process
+	k.next <- s
+	panic("killed")
+}
+
+// crossed is a step of a message. Before the first one the connection is not kept yet, and ends with its process.
+func (k *mortal) crossed(step string) {
+	k.mu.Lock()
+	k.begun = true
+	k.mu.Unlock()
+	k.step("%s", step)
+}
+
+func (k *mortal) write(fd int, b []byte, off int64) (int, error) {
+	k.step("before the state at %#x", off)
+	if _, err := unix.Pwrite(fd, b[:len(b)/3], off); err != nil {
+		return 0, err
+	}
+	k.step("torn state at %#x", off)
+	return unix.Pwrite(fd, b, off)
+}
+
+// stepping is the Keeper of one process.
+type stepping struct {
+	*testutil.Keeper
+	k *mortal
+}
+
+func (p stepping) Keep(name string, fd int) error {
+	p.k.step("before keep %s", name)
+	return p.Keeper.Keep(name, fd)
+}
+
+func (p stepping) Forget(name string) error {
+	p.k.step("before forget %s", name)
+	return p.Keeper.Forget(name)
+}
+
+// newMortal starts a process, and the next one whenever one was killed, until stop is called.
+func newMortal(t *testing.T, left ...int) (k *mortal, stop func()) {
+	k = &mortal{t: t, path: filepath.Join(t.TempDir(), "s"), next: make(chan *testutil.Keeper, 1),
+		done: make(chan struct{}), logs: &testlog.Log{}, left: left}
+	undo := []func(){vhostuser.SetTrial(time.Hour, time.Millisecond), vhostuser.SetPwrite(k.write),
+		vhostuser.SetCrossed(k.crossed)}
+	s := testutil.NewKeeper(t)
+	var wg sync.WaitGroup
+	srv := k.start(s, nil)
+	wg.Go(func() {
+		for {
+			select {
+			case s = <-k.next:
+			case <-k.done:
+				_ = srv.Close()
+				return
+			}
+			_ = srv.Close() // the rest of the process that was killed
+			if _, err := unix.Pwrite(s.FD("hca/one/state"), []byte{0}, vhostuser.MarkOff); err != nil {
+				t.Error(err)
+			}
+			srv = k.start(s, s.Pass())
+		}
+	})
+	return k, func() {
+		close(k.done)
+		wg.Wait()
+		for _, f := range undo {
+			f()
+		}
+		empty(s)
+	}
+}
+
+func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Server {
+	k.mu.Lock()
+	k.s = s
+	k.mu.Unlock()
+	srv, err := vhostuser.Listen(vhostuser.Config{Path: k.path, KeepAs: "hca/one", Keeper: stepping{s, k}, Kept: kept,
+		Log: k.logs.Logger()}, newLasting(), 9)
+	if err != nil {
+		k.t.Error(err)
+	}
+	return srv
+}
+
+// killedAt runs everything that a front end may do against processes that are killed after so many steps, and returns
+// where they died. The front end gets the reply of each message once, and notices nothing else.
+func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
+	k, stop := newMortal(t, left...)
+	m := memory(t, regions...)
+	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, Features: echoFeature | features})
+	defer func() {
+		if t.Failed() {
+			t.Logf("killed at %q\n%s", k.died, k.logs)
+		}
+		stop()
+	}()
+	if err != nil {
+		t.Errorf("set-up: %v", err)
+		return k.died
+	}
+	defer f.Close()
+	c := f.Client()
+	more := vhostuser.Region{GuestPA: 1 << 40, Size: 1 << 20, UserAddr: 1 << 45}
+	other := memory(t)
+	table := m.Regions()
+	files := []int{m.FD(), m.FD(), other.FD()}
+	halves := slices.Clone(table) // the region that has the rings, in two parts
+	half := halves[0]
+	half.Size /= 2
+	halves[0] = half
+	half.GuestPA, half.UserAddr, half.Offset = half.GuestPA+half.Size, half.UserAddr+half.Size, half.Offset+half.Size
+	halves = append(halves, half)
+	start := func() (err error) {
+		for i := range f.NumQueues() {
+			err = errors.Join(err, f.StartQueue(i))
+		}
+		return err
+	}
+	serves := func(text string) error {
+		note(t, f, text)
+		for i := range f.NumQueues() {
+			polled(t, f, m, i, text)
+		}
+		return nil
+	}
+	for n, do := range []func() error{
+		func() error { return serves("set up") },
+		func() error { changeAll(t, f, m); return nil },
+		func() error { return serves("changed") },
+		func() error { return c.SetMemTable(append(table, more), files...) },
+		func() error { return serves("more memory") },
+		func() error { return c.SetMemTable(table, files[:2]...) },
+		func() error { return c.SetMemTable(halves, m.FD(), m.FD(), m.FD()) },
+		func() error { return serves("the same memory in parts") },
+		func() error { return c.SetMemTable(table, files[:2]...) },
+		func() error { pause(t, f); return nil },
+		start,
+		func() error { return serves("resumed") },
+		func() error { _, err := c.Do(vhostuser.ReqResetOwner, false, nil); return err },
+		start,
+		func() error { return serves("owned") },
+		func() error { return c.ResetDevice() },
+		func() error { noted(t, f, string(fresh()[40:45])); return nil },
+		func() error { anew(t, f); return nil },
+		func() error { return serves("reset") },
+		func() error { return c.SetOwner() },
+		func() error { _, err := c.QueueNum(); return err }, // a second reply to anything would be here
+		func() error { _, err := c.GetStatus(); return err },
+		func() error { _, err := c.MaxMemSlots(); return err },
+	} {
+		if err := do(); err != nil || t.Failed() {
+			t.Errorf("part %d: %v", n, err)
+			break
+		}
+	}
+	untold(t, f)
+	k.mu.Lock()
+	k.left = nil
+	k.mu.Unlock()
+	testutil.Eventually(t, "the next process", func() bool {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		return k.s != nil
+	})
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if n := len(k.s.Names()); n < countRuns || n > countRuns+2 { // the call eventfds before the present ones
+		t.Errorf("kept: %q", k.s.Names())
+	}
+	return k.died
+}
+
+// TestMessagesOutliveKills: a process may be killed between any two steps of any message, and so may the next one.
+func TestMessagesOutliveKills(t *testing.T) {
+	for name, features := range map[string]uint64{"split": 0, "packed": virtio.FeatureRingPacked} {
+		t.Run(name, func(t *testing.T) {
+			stride := 1
+			if features != 0 {
+				stride = 17
+			}
+			n := 0
+			for ; !t.Failed(); n += stride {
+				if len(killedAt(t, features, n)) == 0 {
+					break
+				}
+			}
+			if n < 300 {
+				t.Errorf("only %d steps", n)
+			}
+			for i := 0; !t.Failed() && i < n; i += 13 { // the next process is killed, too, and one more
+				killedAt(t, features, i, i%11, i%17)
+			}
+		})
+	}
+}

@@ -12,12 +12,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The state file has a fixed size, and starts with keptState as JSON. A process can be killed between two pages of a
-// write, so the state is written to the file's second half first: if the sum of the first one is wrong, the second is
-// whole. Remains of a longer state, behind the JSON, are not read. Older vnicds wrote no sum, and only the first half.
+// The state file has a fixed size, and keptState as JSON twice, each in half of it. A process can be killed between two
+// pages of a write, so the state is written to the second half first: if the sum of the first one is wrong, the second
+// is whole. Remains of a longer state, behind the JSON, are not read.
+//
+//	keptSize      first half, ending with the mark (suspect.go); second half
+//	oldKeptSize   the same of an older vnicd, in which a state of more than half of that has one copy only
+//
+// An older vnicd that takes over a file of keptSize uses its first oldKeptSize bytes as one of its own. Still older
+// ones wrote no sum, and only the first half. The size of a file cannot change, so one of oldKeptSize stays so.
 const (
-	keptSize = 32 << 10
-	copyOff  = keptSize / 2
+	keptSize    = 64 << 10
+	oldKeptSize = 32 << 10
 )
 
 // sumPrefix and sumLen are the start of a state with a sum, which covers what follows.
@@ -45,25 +51,48 @@ func writeState(fd int, s *keptState) error {
 		return err
 	}
 	copy(b[len(sumPrefix):], sumOf(b))
+	half, err := halfOf(fd)
+	if err != nil {
+		return err
+	}
 	second := b
 	switch {
 	case len(b) > markOff:
 		return fmt.Errorf("%d bytes, at most %d fit", len(b), markOff)
-	case len(b) > markOff-copyOff: // of over a hundred regions: without the protection of a copy
+	case half < keptSize/2 && len(b) > markOff-half:
 		second = []byte{0}
 	}
-	if _, err := pwrite(fd, second, copyOff); err != nil {
+	if _, err := pwrite(fd, second, int64(half)); err != nil {
 		return err
+	}
+	if half == keptSize/2 && len(b) <= oldKeptSize/2 { // an older vnicd may have left a copy there
+		if _, err := pwrite(fd, []byte{0}, oldKeptSize/2); err != nil {
+			return err
+		}
 	}
 	_, err = pwrite(fd, b, 0)
 	return err
 }
 
+// halfOf returns the place of the file's second half.
+func halfOf(fd int) (int, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, err
+	}
+	if st.Size < keptSize {
+		return oldKeptSize / 2, nil
+	}
+	return keptSize / 2, nil
+}
+
 // readState returns the state that was stored last.
 func readState(fd int) (keptState, error) {
 	s, err := stateAt(fd, 0, markOff)
-	if errors.Is(err, errTorn) {
-		return stateAt(fd, copyOff, markOff-copyOff)
+	for _, half := range []int64{oldKeptSize / 2, keptSize / 2} { // an older vnicd may have written last
+		if errors.Is(err, errTorn) {
+			s, err = stateAt(fd, half, markOff)
+		}
 	}
 	return s, err
 }
@@ -76,6 +105,9 @@ func stateAt(fd int, off, n int64) (s keptState, err error) {
 	dec := json.NewDecoder(bytes.NewReader(b))
 	err = dec.Decode(&s)
 	if !bytes.HasPrefix(b, []byte(sumPrefix)) {
+		if off > 0 {
+			err = errTorn // copies have had sums from the beginning
+		}
 		return s, err
 	}
 	if end := int(dec.InputOffset()); err != nil || end < len(sumPrefix)+sumLen || sumOf(b[:end]) != s.Sum {

@@ -42,8 +42,8 @@ const (
 // maxSpared bounds how often in a row that casts no suspicion: what a process adopts may make the system kill it.
 const maxSpared = 20
 
-// markOff is the place of the mark: the last byte of the state's file.
-const markOff = keptSize - 1
+// markOff is the place of the mark: the last byte of the first half of the state's file, which was all of it once.
+const markOff = oldKeptSize - 1
 
 // Times for which a connection must be served before it is cleared of suspicion; changed by tests.
 var (

@@ -13,11 +13,35 @@ import (
 
 // Store is systemd's file descriptor store (FileDescriptorStoreMax=). systemd passes what is kept there to the service
 // at its next start, however the service ended. Names contain a slash, unlike those of sockets.
-type Store struct{ frozen atomic.Bool }
+type Store struct {
+	frozen  atomic.Bool
+	hurried atomic.Int64 // until when Keep does not wait, as time.Now().UnixNano()
+}
 
-// Keep stores a copy of fd under name.
+// A Keep waits for systemd for at most keepLimit. If that was not enough, systemd is stuck or overloaded, and those
+// that follow within hurry do not wait.
+const (
+	keepLimit = 2 * time.Second
+	hurry     = time.Minute
+)
+
+// Keep stores a copy of fd under name. It waits until systemd has it, because systemd drops messages of a process that
+// was killed before it reads them: what relies on fd, such as a driver's first queue, begins afterwards (CO-2). A
+// systemd that does not read its messages delays, but does not prevent it.
 func (s *Store) Keep(name string, fd int) error {
-	return notify("FDSTORE=1\nFDNAME="+name, fd)
+	if err := notify("FDSTORE=1\nFDNAME="+name, fd); err != nil {
+		return err
+	}
+	now := time.Now()
+	if now.UnixNano() < s.hurried.Load() {
+		return nil
+	}
+	err := s.Flush(keepLimit)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		s.hurried.Store(now.Add(hurry).UnixNano())
+		return nil
+	}
+	return err
 }
 
 // Forget removes the descriptors stored under name.

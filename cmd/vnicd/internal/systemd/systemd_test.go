@@ -144,6 +144,46 @@ func TestListener(t *testing.T) {
 	}
 }
 
+// passBarrier reads a barrier, and passes it.
+func passBarrier(t *testing.T, c *net.UnixConn) {
+	t.Helper()
+	b, oob := make([]byte, 100), make([]byte, 100)
+	n, oobn, _, _, err := c.ReadMsgUnix(b, oob)
+	if err != nil || string(b[:n]) != "BARRIER=1" {
+		t.Fatalf("%q, %v", b[:n], err)
+	}
+	msgs, err := syscall.ParseSocketControlMessage(oob[:oobn])
+	if err != nil || len(msgs) != 1 {
+		t.Fatalf("%d control messages, %v", len(msgs), err)
+	}
+	fds, err := syscall.ParseUnixRights(&msgs[0])
+	if err != nil || len(fds) != 1 {
+		t.Fatalf("%d descriptors, %v", len(fds), err)
+	}
+	_ = syscall.Close(fds[0])
+}
+
+// A manager that does not read delays one Keep and no more.
+func TestStuckManager(t *testing.T) {
+	manager(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	var s Store
+	begin := time.Now()
+	for range 3 {
+		if err := s.Keep("hca/one", int(r.Fd())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if d := time.Since(begin); d < keepLimit || d >= 2*keepLimit {
+		t.Errorf("three took %v, want %v", d, keepLimit)
+	}
+}
+
 // A kept descriptor arrives with its name, and is the same file.
 func TestStore(t *testing.T) {
 	c := manager(t)
@@ -153,13 +193,17 @@ func TestStore(t *testing.T) {
 	}
 	defer f.Close()
 	var s Store
-	if err := s.Keep("hca/one", int(f.Fd())); err != nil {
-		t.Fatal(err)
-	}
+	stored := make(chan error, 1)
+	go func() { stored <- s.Keep("hca/one", int(f.Fd())) }()
 	b, oob := make([]byte, 100), make([]byte, 100)
 	n, oobn, _, _, err := c.ReadMsgUnix(b, oob)
 	if err != nil || string(b[:n]) != "FDSTORE=1\nFDNAME=hca/one" {
 		t.Fatalf("%q, %v", b[:n], err)
+	}
+	select {
+	case err := <-stored:
+		t.Fatalf("Keep has returned before the manager has the descriptor: %v", err)
+	case <-time.After(50 * time.Millisecond):
 	}
 	msgs, err := syscall.ParseSocketControlMessage(oob[:oobn])
 	if err != nil || len(msgs) != 1 {
@@ -174,6 +218,10 @@ func TestStore(t *testing.T) {
 	want, _ := f.Stat()
 	if st, err := got.Stat(); err != nil || !os.SameFile(st, want) {
 		t.Errorf("a different file arrived: %v", err)
+	}
+	passBarrier(t, c)
+	if err := <-stored; err != nil {
+		t.Fatal(err)
 	}
 	if err := s.Forget("hca/one"); err != nil {
 		t.Fatal(err)

@@ -135,9 +135,45 @@ func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *d
 	return nil, 0, fmt.Errorf("no new daemon has answered within %v: %w", u.limit, err)
 }
 
+var errUpgrading = errors.New("another upgrade of this daemon is running")
+
+// lockUpgrade locks the file at path until release, so that one upgrade runs at a time: two would take each other's
+// results for their own. flags are of open(2).
+func lockUpgrade(path string, flags int) (release func(), err error) {
+	f, err := os.OpenFile(path, flags|os.O_RDONLY|syscall.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("lock of upgrades: %w", err)
+	}
+	err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+	if errors.Is(err, syscall.EWOULDBLOCK) {
+		err = errUpgrading
+	}
+	if err == nil { // a keeper replaces its file when an upgrade ends
+		var locked, there os.FileInfo
+		if locked, err = f.Stat(); err == nil {
+			if there, err = os.Stat(path); err == nil && !os.SameFile(locked, there) {
+				err = errUpgrading
+			}
+		}
+	}
+	if err != nil {
+		_ = f.Close()
+		return nil, fmt.Errorf("lock of upgrades, %s: %w", path, err)
+	}
+	return func() { _ = f.Close() }, nil
+}
+
 func (u *upgrade) byKeeper(ctx context.Context, was *daemon.Status) (*upgraded, error) {
 	before, err := was.Keeper.Now()
 	if err != nil {
+		return nil, fmt.Errorf("the daemon's keeper, process %d: %w", was.Keeper.PID, err)
+	}
+	release, err := lockUpgrade(before.File, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
+	if before, err = was.Keeper.Now(); err != nil { // again: another upgrade may have ended meanwhile
 		return nil, fmt.Errorf("the daemon's keeper, process %d: %w", was.Keeper.PID, err)
 	}
 	if err := syscall.Kill(before.PID, keeper.Upgrade); err != nil {
@@ -177,6 +213,14 @@ func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded,
 		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
 			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
 	}
+	if err := os.MkdirAll(filepath.Dir(previousDir), 0o755); err != nil {
+		return nil, err
+	}
+	release, err := lockUpgrade(filepath.Join(filepath.Dir(previousDir), "upgrade.lock"), os.O_CREATE)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	command, err := u.save(was.PID)
 	if err != nil {
 		return nil, err

@@ -217,6 +217,17 @@ func TestUpgradeKept(t *testing.T) {
 	if was.PID == first.PID {
 		t.Error("the daemon was not replaced")
 	}
+	release, err := lockUpgrade(first.Keeper.File, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if status, out, errs := k.run("upgrade"); status != 1 || !strings.Contains(errs, errUpgrading.Error()) {
+		t.Errorf("upgrade during another: status %d: %s%s", status, out, errs)
+	}
+	release()
+	if now := k.status(); now.PID != was.PID {
+		t.Error("an upgrade was begun during another")
+	}
 	k.install("/bin/false")
 	if status, out, errs := k.run("upgrade"); status != 1 || !strings.Contains(errs, "the daemon runs on") {
 		t.Errorf("upgrade to another program: status %d: %s%s", status, out, errs)

@@ -459,6 +459,15 @@ func TestStranger(t *testing.T) {
 	if fi, err := os.Stat(filepath.Dir(found[0])); err != nil || fi.Mode().Perm() != 0o700 {
 		t.Errorf("the directory has mode %v, %v", fi.Mode(), err)
 	}
+	// systemd-tmpfiles removes old files in /tmp, unless their directory is locked.
+	dir, err := os.Open(filepath.Dir(found[0]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dir.Close()
+	if err := syscall.Flock(int(dir.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != syscall.EWOULDBLOCK {
+		t.Errorf("the directory is not locked: %v", err)
+	}
 	c, err := os.OpenFile("/dev/null", os.O_RDONLY, 0)
 	if err != nil {
 		t.Fatal(err)

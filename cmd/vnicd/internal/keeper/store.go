@@ -24,7 +24,8 @@ const maxStored = 131072
 // descriptors are bare numbers: as os.Files, Go's poller would wake up for each event on those that do not block.
 type store struct {
 	log     hclog.Logger
-	dir     string // of the socket; nobody else may enter it
+	dir     string   // of the socket; nobody else may enter it
+	lock    *os.File // dir, locked as long as it is in use: otherwise systemd-tmpfiles(8) removes what is old in /tmp
 	conn    *net.UnixConn
 	settled chan struct{}      // capacity 1; see settle
 	ready   chan int           // the sender of each READY=1; capacity 1
@@ -44,7 +45,16 @@ func newStore(log hclog.Logger, inherited []systemd.Descriptor, forward func(str
 	if s.dir, err = os.MkdirTemp("", "vnicd-keeper-"); err != nil { // of mode 0700
 		return nil, fmt.Errorf("directory of the keeper's socket: %w", err)
 	}
+	if s.lock, err = os.Open(s.dir); err == nil {
+		err = unix.Flock(int(s.lock.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+	}
+	if err != nil {
+		_ = s.lock.Close()
+		_ = os.RemoveAll(s.dir)
+		return nil, fmt.Errorf("lock of the directory of the keeper's socket: %w", err)
+	}
 	if s.conn, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: s.path(), Net: "unixgram"}); err != nil {
+		_ = s.lock.Close()
 		_ = os.RemoveAll(s.dir)
 		return nil, fmt.Errorf("the keeper's socket: %w", err)
 	}
@@ -104,6 +114,7 @@ func (s *store) close() {
 		_ = unix.Close(d.FD)
 	}
 	_ = os.RemoveAll(s.dir)
+	_ = s.lock.Close()
 }
 
 // copies returns duplicates of the stored descriptors, which the caller closes.

@@ -465,18 +465,7 @@ func TestDamagedJournal(t *testing.T) {
 	w, g := furnished(t, 2)
 	left := g.remains()
 	defer unix.Close(left.journal)
-	good := make([]byte, 1<<20)
-	n, err := unix.Pread(left.journal, good, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	good = good[:n]
-	var used []int // offsets of bytes that say something
-	for i, b := range good {
-		if b != 0 {
-			used = append(used, i)
-		}
-	}
+	good, used := contentOf(t, left.journal)
 	rng := rand.New(rand.NewPCG(7, 8))
 	refused := 0
 	for range 400 {
@@ -507,6 +496,63 @@ func TestDamagedJournal(t *testing.T) {
 	if err := one.tryJournal(t, h, left.journal); err == nil {
 		t.Error("the journal of a device with other engines was accepted")
 	}
+}
+
+// contentOf returns a journal's beginning, which has all that furnished makes, and the offsets of bytes that say
+// something.
+func contentOf(tb testing.TB, journal int) (content []byte, used []int) {
+	tb.Helper()
+	content = make([]byte, 1<<20)
+	n, err := unix.Pread(journal, content, 0)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	for i, b := range content[:n] {
+		if b != 0 {
+			used = append(used, i)
+		}
+	}
+	return content[:n], used
+}
+
+// FuzzRevive revives journals that were changed in any places: each six bytes of input are one of them, and how.
+// Nothing is left of a journal that is refused, and another describes a device that can be taken down (CO-7).
+func FuzzRevive(f *testing.F) {
+	if LocalPath || Journaled {
+		f.Skip("its devices have both anyway")
+	}
+	size := logSize
+	logSize, Journaled = 256<<10, true
+	f.Cleanup(func() { logSize, Journaled = size, false })
+	w, g := furnished(f, 2)
+	left := g.remains()
+	f.Cleanup(func() { _ = unix.Close(left.journal) })
+	good, used := contentOf(f, left.journal)
+	f.Add([]byte{})
+	for i := range 64 {
+		f.Add(binary.LittleEndian.AppendUint32([]byte{byte(i), byte(i * 37)}, uint32(i*len(used)/64)))
+	}
+	f.Fuzz(func(t *testing.T, changes []byte) {
+		bad := bytes.Clone(good)
+		for ; len(changes) >= 6; changes = changes[6:] {
+			at := used[binary.LittleEndian.Uint32(changes[2:])%uint32(len(used))]
+			switch how, v := changes[0]%4, changes[1]; {
+			case how == 0:
+				bad[at] ^= v
+			case how == 1 || at+8 > len(bad):
+				bad[at] = v
+			case how == 2: // a number near a power of two
+				binary.LittleEndian.PutUint64(bad[at&^7:], 1<<(v&63)-uint64(v>>6))
+			default: // another part of the journal
+				from := used[(int(v)*257+at)%len(used)] &^ 7
+				copy(bad[at&^7:], good[from:min(from+8*int(1+v&7), len(good))])
+			}
+		}
+		if _, err := unix.Pwrite(left.journal, bad, 0); err != nil {
+			t.Fatal(err)
+		}
+		_ = w.tryJournal(t, g, left.journal)
+	})
 }
 
 // tryJournal lets a twin of g revive a journal, do what it then does, and go.

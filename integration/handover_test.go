@@ -1,9 +1,17 @@
 package integration
 
 import (
+	"bufio"
+	"cmp"
 	"context"
+	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -14,134 +22,388 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
-var handovers = flag.Int("handovers", 6, "how often TestHandover restarts vnicd; 200 for the long test")
-
-var kills = flag.Int("kills", 8, "how often TestKill kills vnicd; 500 for the long test")
+var (
+	handovers = flag.Int("handovers", 6, "how often TestHandover and each TestOutlive restart vnicd; 200 for the long test")
+	kills     = flag.Int("kills", 8, "how often TestKill and each TestOutlive kill vnicd; 500 for the long test")
+	pauses    = flag.Int("pauses", 3, "how often each TestOutlive pauses VMs; 100 for the long test")
+	longest   = flag.Duration("outlive.pause", 5*time.Second, "the longest pause; 1m for the long test")
+	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping", "what TestOutlive's VMs run; perftest, too")
+	record    = flag.String("outlive.record", "",
+		"file of results: tests of continuity append to it, and do only what it lacks")
+	pairs = flag.Int("outlive.pairs", 100, "queue pairs of the workload counters")
+)
 
 // TestHandover: the vnicds of two hosts are replaced in turns while VMs on them use RC connections: programs that poll
 // and programs that sleep go on without an error, and what they transfer is right (CO-1). One is stopped and started
 // again under a service manager, the other is replaced by its keeper (`vnicd upgrade`). The last two times the VM is
 // paused meanwhile.
 func TestHandover(t *testing.T) {
-	outlive(t, *handovers, func(ctx context.Context, h *lab.Host) {
-		if h.Keep {
-			t.Log(must[string](t)(h.CLI(ctx, "upgrade")))
-			return
-		}
-		check(t, h.Stop(ctx))
-		check(t, h.Start(ctx))
-	})
+	outlive(t, onTwoHosts, "perftest", event{"upgrade", upgrade, handovers})
 }
 
 // TestKill is TestHandover with SIGKILL, at any moment (CO-2).
 func TestKill(t *testing.T) {
-	outlive(t, *kills, func(ctx context.Context, h *lab.Host) {
-		if !h.Keep {
-			check(t, h.Proc.Signal(syscall.SIGKILL))
-			<-h.Proc.Done()
-			check(t, h.Start(ctx))
-			return
-		}
-		pid := func() int {
-			s, err := h.Status(ctx)
-			if err != nil {
-				return 0 // it is not back yet
-			}
-			return int(s["pid"].(float64))
-		}
-		was := pid()
-		check(t, syscall.Kill(was, syscall.SIGKILL))
-		eventually(ctx, t, "the keeper starts another vnicd", func() bool { n := pid(); return n != 0 && n != was })
-	})
+	outlive(t, onTwoHosts, "perftest", event{"kill", kill, kills})
 }
 
-// outlive runs programs in VMs of two hosts, of which one has a service manager and the other a keeper, and replaces
-// their vnicds in turns; times says how often.
-func outlive(t *testing.T, times int, replace func(context.Context, *lab.Host)) {
-	l, ctx := newLab(t)
+// TestOutlive: every workload goes on, with every byte and number right and each completion there once, while vnicd is
+// killed, replaced, and VMs are paused: with VMs on two hosts, on one, and with Linux rxe as the peer (CO-1 to CO-3).
+// How long the queue pairs were silent and how many echo requests were lost is printed.
+func TestOutlive(t *testing.T) {
+	for _, p := range []struct {
+		name  string
+		place func(context.Context, *testing.T, *lab.Lab) *stand
+	}{{"two hosts", onTwoHosts}, {"one host", onOneHost}, {"rxe", besideRXE}} {
+		t.Run(p.name, func(t *testing.T) {
+			outlive(t, p.place, *chosen, event{"kill", kill, kills}, event{"upgrade", upgrade, handovers},
+				event{"pause", pause, pauses})
+		})
+	}
+}
+
+// stand is two VMs on one or two hosts.
+type stand struct {
+	*lab.Lab
+	hosts          []*lab.Host
+	vms            []*qemu.Machine // the client's, the server's; on hosts[0] and on the last host
+	client, server lab.End
+	// rxe: the server's end is rxe. timeout is the exponent of its programs' retransmission timeout: rxe's retries must
+	// last until vnicd is back.
+	rxe     bool
+	timeout int
+	nvmeEnd func() error
+}
+
+// onTwoHosts: one host has a service manager, the other a keeper.
+func onTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
 	va := vmA
 	va.MemoryMiB = 3072 // more than q35 has below 4 GiB, so it has several regions, in one file
-	w := makeTwoHosts(ctx, t, l, func(w *twoHosts) {
+	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), va, vmB)
+	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, timeout: 14}
+	s.client, s.server = w.load(ctx, t)
+	return s
+}
+
+func oneKeeper(t *testing.T, l *lab.Lab) func(*twoHosts) {
+	return func(w *twoHosts) {
 		w.a.Manager = must[*harness.ServiceManager](t)(harness.NewServiceManager(w.a.Dir))
 		l.Add(func() { check(t, w.a.Manager.Close()) })
 		w.b.Keep = true
-	}, va, vmB)
-	dumpOnFailure(t, []*lab.Host{w.a, w.b}, &w.vms)
-	a, b := w.load(ctx, t)
-	programs := map[string]*qemu.Process{}
-	programs["client that polls"], programs["server that polls"] = w.stream(ctx, t, a, b)
-	programs["client that sleeps"], programs["server that sleeps"] = sleepingPingpong(ctx, t, a, b)
-	for i, name := range []string{"ib_read_bw", "ib_atomic_bw"} {
-		port := 18700 + i
-		line := fmt.Sprintf("exec timeout -k 5 3600 %s -F -p %d --run_infinitely -D 1 -d %%s -x %%d %%s", name, port)
-		programs["server of "+name] = must[*qemu.Process](t)(b.VM.StartShell(ctx, fmt.Sprintf(line, b.Device, b.GID, "")))
-		check(t, harness.WaitGuest(ctx, b.VM, fmt.Sprintf("ss -ltn | grep -q :%d", port)))
-		programs["client of "+name] = must[*qemu.Process](t)(a.VM.StartShell(ctx, fmt.Sprintf(line, a.Device, a.GID, b.Addr)))
 	}
-	const pairs = 4
-	eventually(ctx, t, "all connections are open", func() bool {
-		return connected(ctx, t, w.a, "vm1") == pairs && connected(ctx, t, w.b, "vm2") == pairs
-	})
-	var silences []time.Duration
-	for i := range times {
-		victim := []*lab.Host{w.a, w.b}[i%2]
-		start := time.Now()
-		paused := w.vms[i%2].QMP()
-		if i >= times-2 {
-			check(t, paused.Run(ctx, "stop", nil, nil))
-		}
-		replace(ctx, victim)
-		if i >= times-2 {
-			check(t, paused.Run(ctx, "cont", nil, nil))
-		}
-		// The counters of the new vnicd begin at 0.
-		for _, h := range []struct {
-			host *lab.Host
-			vm   string
-		}{{w.a, "vm1"}, {w.b, "vm2"}} {
-			before := uint64(0)
-			if h.host != victim {
-				before = packets(ctx, t, h.host, h.vm)
-			}
-			eventually(ctx, t, "traffic of "+h.vm, func() bool { return packets(ctx, t, h.host, h.vm) > before+1000 })
-			if n := connected(ctx, t, h.host, h.vm); n != pairs {
-				t.Errorf("%d: %d queue pairs of %s are connected, want %d", i, n, h.vm, pairs)
-			}
-		}
-		silences = append(silences, time.Since(start))
-		for what, p := range programs {
-			vm := w.vms[0]
-			if strings.HasPrefix(what, "server") {
-				vm = w.vms[1]
-			}
-			if r := must[qemu.Result](t)(vm.Shell(ctx, fmt.Sprint("kill -0 ", p.PID()))); r.ExitCode != 0 {
-				t.Errorf("%d: the %s has ended", i, what)
-			}
-		}
-		if t.Failed() {
-			break
-		}
-	}
-	t.Logf("from the end of vnicd to 1000 packets after the start of the next: %v", silences)
-	for what, p := range programs {
-		if t.Failed() {
-			check(t, p.Kill(ctx)) // unless it has ended
-			r := must[qemu.Result](t)(p.Wait(ctx))
-			t.Logf("the %s: status %d: %s%s", what, r.ExitCode, tail(r.Stdout, 300), tail(r.Stderr, 300))
-			continue
-		}
-		check(t, p.Signal(ctx, "INT"))
-	}
-	// Objects are released, and new ones made, as if nothing had happened.
-	eventually(ctx, t, "no queue pairs remain",
-		func() bool { return rdmaQPs(ctx, t, w.a, "vm1") == 1 && rdmaQPs(ctx, t, w.b, "vm2") == 1 })
-	must[string](t)(lab.Pingpong(ctx, a, b, "ibv_rc_pingpong", "-c", "-n", "50"))
-	must[string](t)(lab.Pingpong(ctx, a, b, "ibv_ud_pingpong", "-n", "50"))
-	quietKernels(ctx, t, w.vms...)
 }
 
-// packets returns the number of packets that a VM's HCA sent since its vnicd started.
-func packets(ctx context.Context, t *testing.T, h *lab.Host, vm string) uint64 {
+// onOneHost: both VMs lose the same vnicd.
+func onOneHost(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
+	h := must[*lab.Host](t)(l.Host("h1"))
+	h.Keep = true
+	s := &stand{Lab: l, hosts: []*lab.Host{h}, timeout: 14}
+	dumpOnFailure(t, s.hosts, &s.vms)
+	check(t, h.Run(ctx, fmt.Sprintf("networks: [{name: blue, vni: 100}]\n"+
+		"vms: [{name: vm1, network: blue, mac: %q}, {name: vm2, network: blue, mac: %q}]\n", vmA.MAC, vmB.MAC)))
+	var err error
+	s.vms, err = l.Boot(ctx, must[qemu.Config](t)(h.Config(ctx, vmA)), must[qemu.Config](t)(h.Config(ctx, vmB)))
+	check(t, err)
+	for i, m := range s.vms {
+		check(t, lab.LoadModule(ctx, m))
+		*[]*lab.End{&s.client, &s.server}[i] = must[lab.End](t)(lab.NewEnd(ctx, m, lab.Device, []lab.VM{vmA, vmB}[i].Addr))
+	}
+	return s
+}
+
+// besideRXE: as on two hosts, but the server's VM uses rxe over its network card.
+func besideRXE(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
+	vb := vmB
+	vb.NoHCA = true
+	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), vmA, vb)
+	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, rxe: true, timeout: 18}
+	check(t, lab.LoadModule(ctx, s.vms[0]))
+	check(t, harness.AddRXE(ctx, s.vms[1], "rxe0", "eth0"))
+	check(t, lab.WaitRDMA(ctx, s.vms[1], "rxe0"))
+	s.client = must[lab.End](t)(lab.NewEnd(ctx, s.vms[0], lab.Device, vmA.Addr))
+	s.server = must[lab.End](t)(lab.NewEnd(ctx, s.vms[1], "rxe0", vmB.Addr))
+	return s
+}
+
+// event is something that programs in VMs have to outlive, several times; n tells the times apart.
+type event struct {
+	name  string
+	run   func(ctx context.Context, t *testing.T, s *stand, n int)
+	times *int
+}
+
+// victim is the host, and its VM, whose turn it is.
+func (s *stand) victim(n int) (*lab.Host, *qemu.Machine) {
+	return s.hosts[n%len(s.hosts)], s.vms[n%len(s.vms)]
+}
+
+// upgrade replaces a host's vnicd in good order.
+func upgrade(ctx context.Context, t *testing.T, s *stand, n int) {
+	h, _ := s.victim(n)
+	if h.Keep {
+		t.Log(strings.TrimSpace(must[string](t)(h.CLI(ctx, "upgrade"))))
+		return
+	}
+	check(t, h.Stop(ctx))
+	check(t, h.Start(ctx))
+}
+
+// kill kills a host's vnicd and has another started.
+func kill(ctx context.Context, t *testing.T, s *stand, n int) {
+	h, _ := s.victim(n)
+	// A vnicd that was killed within ten seconds of its start, twenty times in a row, is suspected to have died of a VM.
+	if n%12 == 11 {
+		time.Sleep(11 * time.Second)
+	}
+	if !h.Keep {
+		check(t, h.Proc.Signal(syscall.SIGKILL))
+		<-h.Proc.Done()
+		check(t, h.Start(ctx))
+		return
+	}
+	pid := func() int {
+		s, err := h.Status(ctx)
+		if err != nil {
+			return 0 // it is not back yet
+		}
+		return int(s["pid"].(float64))
+	}
+	was := pid()
+	check(t, syscall.Kill(was, syscall.SIGKILL))
+	eventually(ctx, t, "the keeper starts another vnicd", func() bool { n := pid(); return n != 0 && n != was })
+}
+
+// pause pauses one VM, the other, or both, for a second or more.
+func pause(ctx context.Context, t *testing.T, s *stand, n int) {
+	d := time.Second + rand.N(max(*longest-time.Second, 1))
+	paused := [][]*qemu.Machine{s.vms[:1], s.vms[1:], s.vms}[n%3]
+	for _, m := range paused {
+		check(t, m.QMP().Run(ctx, "stop", nil, nil))
+	}
+	time.Sleep(d)
+	for _, m := range paused {
+		check(t, m.QMP().Run(ctx, "cont", nil, nil))
+	}
+}
+
+// result is a line of the record: what one event has cost.
+type result struct {
+	Test, Event, Workloads string
+	Silence                []int `json:",omitempty"` // ms, of the queue pairs: median, 90th percentile, maximum
+	Between                []int `json:",omitempty"` // the same, since the event before it
+	Lost                   *int  `json:",omitempty"` // echo requests
+}
+
+// outlive runs workloads, whose names list has, through events. All programs must work again after each.
+func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *stand, list string, events ...event) {
+	l, ctx := newLab(t)
+	var all []result // of this test, those of earlier runs first
+	done := func(e event) (n int) {
+		for _, r := range all {
+			if r.Event == e.name {
+				n++
+			}
+		}
+		return n
+	}
+	for _, r := range recorded(t) {
+		if r.Test == t.Name() && r.Workloads == list {
+			all = append(all, r)
+		}
+	}
+	t.Cleanup(func() { summarize(t, all, events) })
+	s := place(ctx, t, l)
+	check(t, l.Programs(ctx, l.Share))
+	for _, m := range s.vms {
+		check(t, lab.InstallPrograms(ctx, m))
+	}
+	var ps []*guestProgram
+	var loads []workload
+	for _, name := range strings.Split(list, ",") {
+		i := slices.IndexFunc(workloads, func(w workload) bool { return w.name == name })
+		if i < 0 {
+			t.Fatalf("no workload %q", name)
+		}
+		loads = append(loads, workloads[i])
+		ps = append(ps, workloads[i].start(ctx, t, s)...)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, p := range ps {
+				t.Logf("%s on %s: %s", p.name, p.vm.Name(), p.said(context.Background()))
+			}
+		}
+	})
+	work(ctx, t, ps, "at first")
+	for _, e := range events {
+		for n := done(e); n < *e.times && !t.Failed(); n++ {
+			before, _ := work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
+			r := result{Test: t.Name(), Event: e.name, Workloads: list, Between: silences(ctx, t, ps)}
+			began := time.Now()
+			if _, m := s.victim(n); e.name != "pause" && n >= *e.times-2 {
+				check(t, m.QMP().Run(ctx, "stop", nil, nil))
+				e.run(ctx, t, s, n)
+				check(t, m.QMP().Run(ctx, "cont", nil, nil))
+			} else {
+				e.run(ctx, t, s, n)
+			}
+			took := time.Since(began)
+			after, last := work(ctx, t, ps, fmt.Sprintf("after %s %d", e.name, n))
+			r.Silence = silences(ctx, t, ps)
+			for i, p := range ps {
+				if after[i].faults != before[i].faults && e.name != "pause" {
+					t.Errorf("%s %d: %s: %s errors that were recovered from, %s before", e.name, n, p.name, after[i].faults,
+						before[i].faults)
+				}
+			}
+			if now := lostPings(t, ps, after); now >= 0 {
+				now -= lostPings(t, ps, before)
+				r.Lost = &now
+			}
+			t.Logf("%s %d: %.1f s, all work again after %.1f s (%s last), silence %v ms, before it %v ms, lost echo requests: %s",
+				e.name, n, took.Seconds(), time.Since(began).Seconds(), last, r.Silence, r.Between, deref(r.Lost))
+			if !t.Failed() {
+				all = append(all, r)
+				appendTo(t, r)
+			}
+		}
+	}
+	finish(ctx, t, ps)
+	for _, w := range loads {
+		if w.finish != nil && !t.Failed() {
+			w.finish(ctx, t, s)
+		}
+	}
+	if t.Failed() {
+		return
+	}
+	// Objects are released, and new ones made, as if nothing had happened.
+	eventually(ctx, t, "no queue pairs remain", func() bool {
+		last := s.hosts[len(s.hosts)-1]
+		return rdmaQPs(ctx, t, s.hosts[0], "vm1") == 1 && (s.rxe || rdmaQPs(ctx, t, last, "vm2") == 1)
+	})
+	must[string](t)(lab.Pingpong(ctx, s.client, s.server, "ibv_rc_pingpong", "-c", "-n", "50"))
+	must[string](t)(lab.Pingpong(ctx, s.client, s.server, "ibv_ud_pingpong", "-s", "1024", "-n", "50"))
+	quietKernels(ctx, t, s.vms...)
+}
+
+// work returns what the programs show once all of them have made progress, and which was the last. One that has ended
+// fails the test.
+func work(ctx context.Context, t *testing.T, ps []*guestProgram, when string) (now []observation, last string) {
 	t.Helper()
-	return hcaStatus(ctx, t, h, vm).Stats["tx_packets"]
+	before := observe(ctx, t, ps)
+	eventually(ctx, t, "all programs work "+when, func() bool {
+		now = observe(ctx, t, ps)
+		idle := ""
+		for i, p := range ps {
+			if now[i].ended {
+				r := must[qemu.Result](t)(p.Wait(ctx))
+				t.Fatalf("%s: %s on %s has ended with status %d: %s", when, p.name, p.vm.Name(), r.ExitCode, p.said(ctx))
+			}
+			if p.progress != "" && now[i].amount() <= before[i].amount() {
+				idle += " " + p.name
+			}
+		}
+		if idle != "" {
+			last = strings.TrimSpace(idle)
+		}
+		return idle == ""
+	})
+	return now, last
+}
+
+// finish ends the programs: those that judge themselves first, with their peers, then the others.
+func finish(ctx context.Context, t *testing.T, ps []*guestProgram) {
+	t.Helper()
+	if t.Failed() {
+		return
+	}
+	for _, p := range ps {
+		if p.ends {
+			check(t, p.Signal(ctx, "INT"))
+		}
+	}
+	for _, p := range ps {
+		if !p.ends && !strings.HasPrefix(p.name, "counters") {
+			check(t, p.Kill(ctx))
+			continue
+		}
+		if r := must[qemu.Result](t)(p.Wait(ctx)); r.ExitCode != 0 {
+			t.Errorf("%s on %s: status %d: %s", p.name, p.vm.Name(), r.ExitCode, p.said(ctx))
+		} else {
+			said := strings.Split(strings.TrimSpace(p.said(ctx)), "\n")
+			t.Logf("%s on %s: %s", p.name, p.vm.Name(), said[len(said)-1])
+		}
+	}
+}
+
+// recorded returns the record's lines.
+func recorded(t *testing.T) (all []result) {
+	if *record == "" {
+		return nil
+	}
+	f, err := os.Open(*record)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	check(t, err)
+	defer f.Close()
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		var r result
+		check(t, json.Unmarshal(lines.Bytes(), &r))
+		all = append(all, r)
+	}
+	return all
+}
+
+func appendTo(t *testing.T, r result) {
+	if *record == "" {
+		return
+	}
+	f := must[*os.File](t)(os.OpenFile(*record, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644))
+	line := must[[]byte](t)(json.Marshal(r))
+	_, err := f.Write(append(line, '\n'))
+	check(t, errors.Join(err, f.Close()))
+}
+
+// summarize prints the distribution over the events: of the time until half of the queue pairs, and all of them, worked
+// again, of the same without an event, and of the lost echo requests.
+func summarize(t *testing.T, all []result, events []event) {
+	for _, e := range events {
+		var half, whole, idle, lost []int
+		n := 0
+		for _, r := range all {
+			if r.Event != e.name {
+				continue
+			}
+			n++
+			if r.Silence != nil {
+				half, whole = append(half, r.Silence[0]), append(whole, r.Silence[2])
+				idle = append(idle, r.Between[2])
+			}
+			if r.Lost != nil {
+				lost = append(lost, *r.Lost)
+			}
+		}
+		if n == 0 {
+			continue
+		}
+		t.Logf("%s, %d times (median, 90th percentile, maximum): half of the queue pairs silent for %s ms, one for %s ms, "+
+			"without an event %s ms; echo requests lost: %s", e.name, n, spread(half), spread(whole), spread(idle), spread(lost))
+	}
+}
+
+// spread returns the median, the 90th percentile and the maximum.
+func spread[T cmp.Ordered](v []T) string {
+	if len(v) == 0 {
+		return "-"
+	}
+	v = slices.Sorted(slices.Values(v))
+	return fmt.Sprint(v[len(v)/2], ", ", v[len(v)*9/10], ", ", v[len(v)-1])
+}
+
+func deref(p *int) string {
+	if p == nil {
+		return "-"
+	}
+	return fmt.Sprint(*p)
 }

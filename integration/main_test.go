@@ -64,12 +64,13 @@ func lines(what, shell string) (found []string) {
 }
 
 // testTimeout bounds one top-level test under TCG on a busy machine. Page fault stress takes many times -odp.duration;
-// -programs.all runs a hundred programs more.
+// -programs.all runs a hundred programs more; the tests of continuity have events.
 func testTimeout() time.Duration {
 	d := 25*time.Minute + 60**odpDuration
 	if *allPrograms {
 		d += 25 * time.Minute
 	}
+	d += time.Duration(*kills+*handovers)*30*time.Second + time.Duration(*pauses)*(*longest+30*time.Second)
 	return harness.Patience(d)
 }
 

@@ -46,6 +46,16 @@ func TestPausedVM(t *testing.T) {
 	} {
 		t.Run(p.name, func(t *testing.T) { w.pause(ctx, t, ends, &p) })
 	}
+	check(t, l.Programs(ctx, l.Share))
+	for _, p := range []impatientRun{
+		{"vnicd with rnr_retry 3", 1, "-R 3", false},
+		{"vnicd with retry_cnt 1", 1, "-r 1", false},
+		{"rxe with rnr_retry 3", 3, "-R 3", true},
+		{"rxe with retry_cnt 1", 3, "-r 1", true},
+		{"rxe with both at 7", 3, "", false},
+	} {
+		t.Run(p.name, func(t *testing.T) { w.pauseImpatient(ctx, t, ends, &p) })
+	}
 	quietKernels(ctx, t, w.vms...)
 }
 
@@ -109,4 +119,39 @@ func (w *twoHosts) pause(ctx context.Context, t *testing.T, ends []lab.End, p *p
 	for _, x := range running {
 		check(t, x.Kill(ctx))
 	}
+}
+
+// impatientRun is a client that counts its retries, of which docs/limits.md tells the fate, and that does not use
+// rdma_cm: vnicd has to find out what it asks for. The server's VM is paused.
+type impatientRun struct {
+	name   string
+	client int // of the ends
+	opts   string
+	ends   bool
+}
+
+func (w *twoHosts) pauseImpatient(ctx context.Context, t *testing.T, ends []lab.End, p *impatientRun) {
+	c, s := ends[p.client], ends[0]
+	line := fmt.Sprintf("exec /host/counters -a -e -q 4 -t 14 %s %%s %%d %%s", p.opts)
+	client := &guestProgram{name: "impatient", vm: c.VM, line: fmt.Sprintf(line, c.Device, c.GID, s.Addr),
+		progress: "kill -USR1 $PID; sleep 0.1; grep -c ^silence /tmp/impatient.out", ends: true}
+	ps := start(ctx, t, &guestProgram{name: "counters server", vm: s.VM, ready: listens(18610),
+		line: fmt.Sprintf(line, s.Device, s.GID, "")}, client)
+	defer func() {
+		for _, x := range ps {
+			check(t, x.Kill(ctx))
+		}
+	}()
+	work(ctx, t, ps, "at first")
+	check(t, w.vms[0].QMP().Run(ctx, "stop", nil, nil))
+	time.Sleep(20 * time.Second)
+	check(t, w.vms[0].QMP().Run(ctx, "cont", nil, nil))
+	r := must[qemu.Result](t)(c.VM.Shell(ctx, fmt.Sprint("sleep 2; kill -0 ", client.PID())))
+	if ended := r.ExitCode != 0; ended != p.ends {
+		t.Errorf("the client has ended: %v, want %v", ended, p.ends)
+	}
+	if r.ExitCode == 0 {
+		work(ctx, t, ps, "after the pause")
+	}
+	t.Logf("it says: %s", client.said(ctx))
 }

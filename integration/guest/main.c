@@ -17,6 +17,13 @@ struct options opt = {
 	.message = 64u << 10,
 };
 
+volatile sig_atomic_t enough;
+
+static void on_signal(int sig)
+{
+	enough = sig;
+}
+
 static int usage(void)
 {
 	char list[512];
@@ -35,7 +42,7 @@ static int usage(void)
 		"  -L SECONDS for which it watches released memory when the device or the other side is lost [0]\n"
 		"client only, applies to both sides:\n"
 		"  -w LIST    rdma, atomic, send, ud [rdma]; or access: invalid accesses\n"
-		"  -t SECONDS [5]   -C  continue until all of the region was written and read   -S SEED [1]\n"
+		"  -t SECONDS [5], or until SIGINT at both sides   -C  continue until all of the region was written and read   -S SEED [1]\n"
 		"  -s BYTES   largest message [65536]    -q QPS [2]    -k concurrent operations per queue pair [8]\n",
 		list);
 	return EXIT_SETUP;
@@ -168,6 +175,7 @@ int main(int argc, char **argv)
 	bool nothing_pinned;
 
 	parse(argc, argv);
+	sigaction(SIGINT, &(struct sigaction){ .sa_handler = on_signal, .sa_flags = SA_RESTART }, NULL);
 	nic_open(&nic);
 	if (!opt.server)
 		listener = net_listen(opt.port);

@@ -6,6 +6,7 @@
 #ifndef STRESS_H
 #define STRESS_H
 
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -56,6 +57,7 @@ struct options {
 enum { PAGER_NONE = -1, PAGER_NEVER = -2, PAGER_ELSEWHERE = -3 };
 
 extern struct options opt;
+extern volatile sig_atomic_t enough;	/* SIGINT: the time is over */
 
 /* util.c */
 __attribute__((noreturn, format(printf, 2, 3))) void fail(int status, const char *fmt, ...);

@@ -159,7 +159,7 @@ void *talk_run(void *arg)
 	unsigned i;
 
 	pulse_begin(&t->pulse, t->ud ? "UD traffic" : "SEND traffic");
-	while (now_ms() < end) {
+	while (now_ms() < end && !enough) {
 		for (i = 0; i < SLOTS; i++)
 			if (!t->used[i] && (!t->ud || !below(&t->random, 4)))
 				post_send(t, i);

@@ -211,6 +211,9 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 		}
 	}
 	t.Cleanup(func() { summarize(t, all, events) })
+	if len(all) > 0 && !slices.ContainsFunc(events, func(e event) bool { return done(e) < *e.times }) {
+		return // the record has all of it
+	}
 	s := place(ctx, t, l)
 	check(t, l.Programs(ctx, l.Share))
 	for _, m := range s.vms {

@@ -134,7 +134,7 @@ func (w *twoHosts) pauseImpatient(ctx context.Context, t *testing.T, ends []lab.
 	c, s := ends[p.client], ends[0]
 	line := fmt.Sprintf("exec /host/counters -a -e -q 4 -t 14 %s %%s %%d %%s", p.opts)
 	client := &guestProgram{name: "impatient", vm: c.VM, line: fmt.Sprintf(line, c.Device, c.GID, s.Addr),
-		progress: "kill -USR1 $PID; sleep 0.1; grep -c ^silence /tmp/impatient.out", ends: true}
+		progress: "tail -n 4 /tmp/impatient.out | sed -n 's/^done //p' | tail -n 1", ends: true}
 	ps := start(ctx, t, &guestProgram{name: "counters server", vm: s.VM, ready: listens(18610),
 		line: fmt.Sprintf(line, s.Device, s.GID, "")}, client)
 	defer func() {

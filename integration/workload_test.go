@@ -3,7 +3,6 @@ package integration
 import (
 	"context"
 	"fmt"
-	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -27,8 +26,6 @@ type guestProgram struct {
 	faults string
 	// ends: SIGINT ends the program, which then exits with 0 if all was right. Others are killed.
 	ends bool
-	// read is the number of lines about silences that were read.
-	read int
 
 	*qemu.Process
 }
@@ -144,43 +141,37 @@ func countersLoad(ctx context.Context, t *testing.T, s *stand) (ps []*guestProgr
 		line := fmt.Sprintf("exec /host/counters -t %d -p %d %s %%s %%d %%s", s.timeout, x.port, x.opts)
 		p := &guestProgram{name: x.name, vm: x.client.VM, ends: true,
 			line: fmt.Sprintf(line, x.client.Device, x.client.GID, x.server.Addr)}
-		p.progress = "kill -USR1 $PID; sleep 0.1; grep -c ^silence " + p.out()
+		p.progress = "tail -n 4 " + p.out() + " | sed -n 's/^done //p' | tail -n 1"
 		ps = append(ps, &guestProgram{name: x.name + " server", vm: x.server.VM, ready: listens(x.port),
 			line: fmt.Sprintf(line, x.server.Device, x.server.GID, "")}, p)
 	}
 	return start(ctx, t, ps...)
 }
 
-// silenceLine is what counters prints: milliseconds between completions, at most, per queue pair: median, 90th
-// percentile, maximum.
-var silenceLine = regexp.MustCompile(`(?m)^silence (\d+) (\d+) (\d+)$`)
-
-// silences returns how long the queue pairs of the workload "counters" were silent at most since the last call, in ms:
-// median, 90th percentile and maximum. Observing the program has it print lines, of which the last may be missing still
-// unless the program has made progress since. Without that workload: nil.
+// silences returns how long the queue pairs of the workload "counters" were silent at most since the last call, in ms,
+// once all of them work: median, 90th percentile and maximum. Without that workload: nil.
 func silences(ctx context.Context, t *testing.T, ps []*guestProgram) []int {
 	t.Helper()
+	const script = `n=$(grep -c ^silence %[1]s); kill -USR1 %[2]d || exit
+until [ $(grep -c ^silence %[1]s) -gt $n ]; do kill -0 %[2]d || exit; sleep 0.1; done
+grep ^silence %[1]s | tail -n 1`
 	for _, p := range ps {
-		if p.name != "counters" {
-			continue
-		}
-		most := make([]int, 3)
-		out := run(ctx, t, p.vm, fmt.Sprintf("tail -n +%d %s", p.read+1, p.out()))
-		for _, l := range silenceLine.FindAllStringSubmatch(out, -1) {
-			p.read++
-			for i := range most {
-				v, _ := strconv.Atoi(l[i+1])
-				most[i] = max(most[i], v)
+		if p.name == "counters" {
+			ms := make([]int, 3)
+			_, err := fmt.Sscanf(run(ctx, t, p.vm, fmt.Sprintf(script, p.out(), p.PID())), "silence %d %d %d", &ms[0], &ms[1],
+				&ms[2])
+			if err != nil {
+				t.Fatalf("%s: %v: %s", p.name, err, p.said(ctx))
 			}
+			return ms
 		}
-		return most
 	}
 	return nil
 }
 
 // odpLoad: odpstress, which compares every byte, with regions and buffers on demand whose owners release pages.
 func odpLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
-	const opts = "-p 18600 -r 8 -H 240 "
+	const opts = "-p 18600 -r 8 -H 240 -s 16384 "
 	c, v := "-w atomic,send -t 100000 -c release", "-c release"
 	if s.rxe {
 		c, v = "-w rdma,send -t 100000", "-m pinned -l pinned"

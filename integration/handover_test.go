@@ -294,6 +294,11 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 func work(ctx context.Context, t *testing.T, ps []*guestProgram, when string) (now []observation, last string) {
 	t.Helper()
 	before := observe(ctx, t, ps)
+	defer func() {
+		if t.Failed() {
+			t.Logf("%s, the last without progress: %s", when, last)
+		}
+	}()
 	eventually(ctx, t, "all programs work "+when, func() bool {
 		now = observe(ctx, t, ps)
 		idle := ""
@@ -326,7 +331,7 @@ func finish(ctx context.Context, t *testing.T, ps []*guestProgram) {
 		}
 	}
 	for _, p := range ps {
-		if !p.ends && !strings.HasPrefix(p.name, "counters") {
+		if !p.ends && !p.follows {
 			check(t, p.Kill(ctx))
 			continue
 		}

@@ -24,8 +24,9 @@ type guestProgram struct {
 	progress string
 	// faults prints a number that nothing but a pause may change; "": none.
 	faults string
-	// ends: SIGINT ends the program, which then exits with 0 if all was right. Others are killed.
-	ends bool
+	// ends: SIGINT ends the program, which then exits with 0 if all was right; follows: its peer's end does. Others are
+	// killed.
+	ends, follows bool
 
 	*qemu.Process
 }
@@ -142,7 +143,7 @@ func countersLoad(ctx context.Context, t *testing.T, s *stand) (ps []*guestProgr
 		p := &guestProgram{name: x.name, vm: x.client.VM, ends: true,
 			line: fmt.Sprintf(line, x.client.Device, x.client.GID, x.server.Addr)}
 		p.progress = "tail -n 4 " + p.out() + " | sed -n 's/^done //p' | tail -n 1"
-		ps = append(ps, &guestProgram{name: x.name + " server", vm: x.server.VM, ready: listens(x.port),
+		ps = append(ps, &guestProgram{name: x.name + " server", vm: x.server.VM, ready: listens(x.port), follows: true,
 			line: fmt.Sprintf(line, x.server.Device, x.server.GID, "")}, p)
 	}
 	return start(ctx, t, ps...)

@@ -7,10 +7,35 @@
  * Rules:
  *  - every multi-byte field is little-endian, except where a comment says
  *    "network order" (addresses: GIDs, MACs);
- *  - every field named reserved must be zero; the receiver refuses it otherwise;
+ *  - every field named reserved is written as zero. In what the driver gives, the
+ *    device refuses another value; in what the device gives, the driver ignores it;
  *  - every address that the guest gives is a guest physical address (PA), never
  *    a DMA address: the device sits behind no vIOMMU;
  *  - structures have no implicit padding; sizes are multiples of 8.
+ *
+ * Extensions (CO-6). Driver and device of neighbouring releases work together:
+ *  - behaviour: a virtio feature bit, VNICD_FEATURE_*. The device offers it, and does
+ *    nothing of it unless the driver has accepted it; the driver accepts what it knows.
+ *    Bits of vnicd_device_attr.caps are for what needs no consent: the device offers
+ *    it, the driver uses it or not. The driver ignores bits that it does not know;
+ *  - opcodes: the device answers an unknown one with VNICD_EOPNOTSUPP, without effect;
+ *  - requests without a list: fields are appended, and zero means as before. The device
+ *    takes a request that is longer than it knows if the rest is zero, and refuses it
+ *    with VNICD_EOPNOTSUPP otherwise; it takes missing fields as zero, but not those of
+ *    VNICD_ABI_OLDEST. Where a list follows, the length says how long the list is: a
+ *    longer structure needs a feature bit. Flags and values that the device does not
+ *    know are refused with VNICD_EINVAL: the driver uses them if a bit offers them;
+ *  - responses and events: fields are appended. The device writes what the driver's
+ *    buffer takes, but refuses a buffer that is smaller than in VNICD_ABI_OLDEST. The
+ *    driver takes missing fields as zero, but not those of VNICD_ABI_OLDEST, takes an
+ *    unknown status for VNICD_EIO, and ignores events of unknown types;
+ *  - config space: fields are appended, and announced by a feature bit, because not every
+ *    transport tells its length. Bytes that are reserved today stay zero: modules older
+ *    than feature bits insist on it;
+ *  - layouts: abi_version is the oldest that the device serves. A change for which the
+ *    rules above leave no room makes a new one, with a number and a feature bit by which
+ *    the driver selects it. The driver speaks VNICD_ABI_OLDEST to VNICD_ABI_VERSION and
+ *    needs one of them that the device serves: abi_version, or one whose bit is offered.
  *
  * The device is a virtio 1.x device with id 38 or 42 (see VNICD_MAGIC).
  *
@@ -39,14 +64,16 @@
 #define VNICD_VIRTIO_ID_RDMA	42
 
 #define VNICD_MAGIC		0x64636e76	/* "vncd" as bytes in memory */
-#define VNICD_ABI_VERSION	2
+#define VNICD_ABI_VERSION	2	/* the newest layout */
+#define VNICD_ABI_OLDEST	2	/* the oldest that is still spoken */
 
-/* Feature bits (virtio device-specific range 0..23). None needed yet. */
+/* Feature bits (virtio device-specific range 0..23), by number. */
+#define VNICD_FEATURE_NONCE	0	/* struct vnicd_doorbells has the driver's nonce */
 
-/* Device configuration space, read-only for the driver. 128 bytes. */
+/* Device configuration space, read-only for the driver. 128 bytes or more. */
 struct vnicd_config {
 	__le32 magic;		/* VNICD_MAGIC */
-	__le32 abi_version;	/* VNICD_ABI_VERSION; the driver refuses others */
+	__le32 abi_version;	/* the oldest layout that the device serves */
 	__u8   mac[6];		/* MAC shared with the VM's virtio-net */
 	__le16 num_ceqs;	/* completion event queues, 1..VNICD_MAX_CEQS */
 	__le16 num_engines;	/* doorbell queues, 1..VNICD_MAX_ENGINES */
@@ -112,7 +139,7 @@ enum vnicd_status {
 	VNICD_ENOMEM		= 2,	/* -ENOMEM: a per-VM limit is reached */
 	VNICD_ENOENT		= 3,	/* -ENOENT: no such object */
 	VNICD_EBUSY		= 4,	/* -EBUSY: the object is still in use */
-	VNICD_EOPNOTSUPP	= 5,	/* -EOPNOTSUPP: unknown opcode or capability */
+	VNICD_EOPNOTSUPP	= 5,	/* -EOPNOTSUPP: unknown opcode, capability or field */
 	VNICD_EFAULT		= 6,	/* -EFAULT: an address outside the guest's memory */
 	VNICD_EPERM		= 7,	/* -EPERM */
 	VNICD_EIO		= 8,	/* -EIO: the device failed; see the host's log */
@@ -243,13 +270,23 @@ struct vnicd_clear_gid {
  * Engine (device): exchanges summary words with 0, then the words they name;
  * or reads the words of the slots in use and leaves the summary unchanged.
  * Before it sleeps: need_wakeup = 1, full barrier, scan again.
+ *
+ * The nonce (CO-3), with VNICD_FEATURE_NONCE, in the area of engine 0 only: a random
+ * number, not zero, of this start of the driver. The driver sets it before SET_DOORBELLS,
+ * which fails with EINVAL otherwise, and clears it when it ends: before it resets the
+ * device, and before the memory can be reused (unloading, reboot, kexec). Not every
+ * front end reports a reset; the queues stop, as for a pause of the VM. If the
+ * nonce is in its place, that is a pause, and the device keeps the objects; if not, the
+ * driver has gone, and so do they. If a driver goes on nevertheless, it finds a new
+ * generation.
  */
 #define VNICD_DB_SLOTS		65536
 struct vnicd_doorbells {
 	__le32 need_wakeup;		/* written by the device */
 	__le32 reserved[15];
 	__le64 summary[VNICD_DB_SLOTS / 4096];	/* 16 words at offset 64 */
-	__le64 reserved2[40];
+	__le64 nonce;				/* of the driver, at offset 192; or 0 */
+	__le64 reserved2[39];
 	__le64 bits[VNICD_DB_SLOTS / 64];	/* 1024 words at offset 512 */
 	__le64 reserved3[448];			/* to 12 KiB: three pages */
 };

@@ -123,6 +123,7 @@ var sizes = map[string]int{
 // goConsts are the constants of vnicd_abi.h.
 var goConsts = map[string]uint64{
 	"VNICD_VIRTIO_ID": VirtioID, "VNICD_VIRTIO_ID_RDMA": VirtioIDRDMA, "VNICD_MAGIC": Magic, "VNICD_ABI_VERSION": Version,
+	"VNICD_ABI_OLDEST": Oldest, "VNICD_FEATURE_NONCE": FeatureNonceBit,
 	"VNICD_MAX_CEQS": MaxCEQs, "VNICD_MAX_ENGINES": MaxEngines, "VNICD_CMD_MAX": CmdMax,
 	"VNICD_CMD_QUERY_DEVICE": uint64(CmdQueryDevice), "VNICD_CMD_QUERY_PORT": uint64(CmdQueryPort),
 	"VNICD_CMD_SET_GID": uint64(CmdSetGID), "VNICD_CMD_CLEAR_GID": uint64(CmdClearGID),
@@ -239,6 +240,7 @@ var goOffsets = map[string]uint64{
 	"offsetof(struct vnicd_doorbells, need_wakeup)":           DoorbellNeedWakeupOff,
 	"offsetof(struct vnicd_doorbells, summary)":               DoorbellSummaryOff,
 	"offsetof(struct vnicd_doorbells, bits)":                  DoorbellBitsOff,
+	"offsetof(struct vnicd_doorbells, nonce)":                 DoorbellNonceOff,
 	"sizeof(struct vnicd_doorbells) / 4096":                   DoorbellPages,
 	"offsetof(struct rxe_queue_buf, log2_elem_size)":          RingLog2ElemSizeOff,
 	"offsetof(struct rxe_queue_buf, index_mask)":              RingIndexMaskOff,

@@ -9,7 +9,8 @@ import (
 var (
 	// ErrShort is wrapped by Decode's error when the input ends before the structure does.
 	ErrShort = errors.New("structure is cut short")
-	// ErrReserved is wrapped by Decode's error when a reserved field is not zero.
+	// ErrReserved is wrapped by Decode's error when a reserved field is not zero. All other fields have been decoded: a
+	// driver ignores this error, a device does not (CO-6).
 	ErrReserved = errors.New("reserved field is not zero")
 )
 

@@ -7,7 +7,16 @@ const (
 	VirtioID     = 38         // virtio device id; the driver also probes VirtioIDRDMA
 	VirtioIDRDMA = 42         // the RDMA id of the virtio specification
 	Magic        = 0x64636e76 // "vncd" as bytes in memory
-	Version      = 2          // ABI version; a driver refuses others
+	Version      = 2          // the newest layout
+	Oldest       = 2          // the oldest layout that is still spoken
+)
+
+// Feature bits, device-specific ones of virtio. The rules by which driver and device of different releases work
+// together are at the top of vnicd_abi.h (CO-6).
+const (
+	FeatureNonceBit = 0
+	FeatureNonce    = 1 << FeatureNonceBit // the doorbell area of engine 0 has the driver's nonce
+	Features        = FeatureNonce         // all
 )
 
 // Bounds of the queue layout and of commands.
@@ -98,7 +107,7 @@ const (
 	StatusNoMemory    Status = 2 // ENOMEM: a per-VM limit is reached
 	StatusNotFound    Status = 3 // ENOENT: no such object
 	StatusBusy        Status = 4 // EBUSY: the object is still in use
-	StatusUnsupported Status = 5 // EOPNOTSUPP: unknown opcode or capability
+	StatusUnsupported Status = 5 // EOPNOTSUPP: unknown opcode, capability or field
 	StatusFault       Status = 6 // EFAULT: an address outside the guest's memory
 	StatusPermission  Status = 7 // EPERM
 	StatusIO          Status = 8 // EIO: the device failed
@@ -163,6 +172,7 @@ const (
 	DoorbellSlots         = 65536
 	DoorbellNeedWakeupOff = 0
 	DoorbellSummaryOff    = 64  // DoorbellSlots/4096 words of 64 bits
+	DoorbellNonceOff      = 192 // of engine 0, with FeatureNonce
 	DoorbellBitsOff       = 512 // DoorbellSlots/64 words of 64 bits
 	DoorbellSize          = 12288
 	DoorbellPages         = 3 // of 4 KiB

@@ -8,7 +8,8 @@
 //
 //   - structures that are copied in or out as a whole (commands, events,
 //     configuration space, address handles, completions) are Go structs with
-//     Encode and Decode; Decode refuses nonzero reserved fields;
+//     Encode and Decode; Decode reports nonzero reserved fields (ErrReserved)
+//     after it has decoded the others;
 //   - elements of work rings, of which a reader needs a few fields, are byte
 //     views (SendWQE, RecvWQE) with one accessor per field.
 //

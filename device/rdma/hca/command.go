@@ -4,6 +4,7 @@ package hca
 
 import (
 	"errors"
+	"slices"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/translate"
@@ -11,7 +12,8 @@ import (
 
 // commandTable lists every command: the size of the request's fixed part, whether
 // a list of PAs may follow it, and the size of the reply's payload. Commands that
-// are not listed are refused with EOPNOTSUPP.
+// are not listed are refused with EOPNOTSUPP. A request without a list may be longer if the rest is zero: it comes from
+// a driver of a later release (CO-6).
 var commandTable = [...]struct {
 	fixed int
 	more  bool
@@ -106,8 +108,11 @@ func (c *cmd) dispatch(req []byte, room uint64, again func(*cmd, error) error) e
 	}
 	e := &commandTable[c.op]
 	switch {
-	case len(c.in) < e.fixed || !e.more && len(c.in) > e.fixed:
+	case len(c.in) < e.fixed:
 		return refuse(abi.StatusInvalid, "payload of %d bytes, need %d", len(c.in), e.fixed)
+	case !e.more && slices.ContainsFunc(c.in[e.fixed:], func(b byte) bool { return b != 0 }):
+		return refuse(abi.StatusUnsupported, "fields of a later release are set: payload of %d bytes, known are %d", len(c.in),
+			e.fixed)
 	case room < uint64(abi.SizeResp+e.reply):
 		return refuse(abi.StatusInvalid, "response buffer of %d bytes, need %d", room, abi.SizeResp+e.reply)
 	case c.d.data.broken.Load():

@@ -37,15 +37,28 @@ func TestCommandEnvelope(t *testing.T) {
 		{"opcode past the table", req(uint16(len(commandTable)), 0, 0, 0), abi.StatusUnsupported},
 		{"opcode 65535", req(65535, 0, 0, 0), abi.StatusUnsupported},
 		{"payload too short", req(8, 0, 4, 4), abi.StatusInvalid},
-		{"payload too long", req(8, 0, 16, 16), abi.StatusInvalid},
-		{"payload of a command that has none", req(7, 0, 8, 8), abi.StatusInvalid},
+		{"payload with fields of a later release", append(req(8, 0, 16, 15), 1), abi.StatusUnsupported},
+		{"payload of a command that has none", append(req(7, 0, 8, 7), 1), abi.StatusUnsupported},
+		{"longer payload of a command with a list", req(9, 0, abi.SizeCreateCQ+8, abi.SizeCreateCQ+8), abi.StatusInvalid},
 	} {
 		if s, r := g.raw(c.req); s != c.want || len(r) != 0 {
 			t.Errorf("%s: %v with %d bytes, want %v", c.name, s, len(r), c.want)
 		}
 	}
+	// Fields of a later release that are zero change nothing, in however many bytes (CO-6).
+	if s, r := g.raw(req(uint16(abi.CmdCreatePD), 0, 24, 24)); s != abi.StatusOK || len(r) != abi.SizeHandle {
+		t.Errorf("longer CREATE_PD: %v with %d bytes", s, len(r))
+	} else if s, _ := g.raw(append(append(req(uint16(abi.CmdDestroyPD), 0, 24, 0), r...), make([]byte, 16)...)); s !=
+		abi.StatusOK {
+		t.Errorf("longer DESTROY_PD: %v", s)
+	}
+	// A larger response buffer, of a driver that knows more fields: the reply is as long as it is here.
+	b := req(uint16(abi.CmdQueryPort), 0, 0, 0)
+	if n := g.runHere(b, g.resp[:], abi.SizeResp+abi.SizePortAttr+32); n != abi.SizeResp+abi.SizePortAttr {
+		t.Errorf("response of %d bytes", n)
+	}
 	// A response buffer too small for the reply: refused without effect.
-	b := req(uint16(abi.CmdCreatePD), 0, 0, 0)
+	b = req(uint16(abi.CmdCreatePD), 0, 0, 0)
 	if n := g.runHere(b, g.resp[:], abi.SizeResp+4); n != abi.SizeResp {
 		t.Errorf("response of %d bytes", n)
 	}

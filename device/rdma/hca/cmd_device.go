@@ -91,6 +91,11 @@ func setDoorbells(c *cmd) error {
 	if err != nil {
 		return err
 	}
+	nonce, err := c.nonceOf(&r)
+	if err != nil {
+		dropAll(h)
+		return err
+	}
 	err = c.on(e, func() error {
 		if n := e.db.qps; n > 0 {
 			return refuse(abi.StatusBusy, "engine %d has %d queue pairs", e.id, n)
@@ -107,6 +112,9 @@ func setDoorbells(c *cmd) error {
 	}
 	c.t.dbHeld[r.Engine].drop()
 	c.t.dbHeld[r.Engine] = h[0]
+	if r.Engine == 0 {
+		c.t.nonce = nonce
+	}
 	c.touch(recBells, r.Engine)
 	return nil
 }

@@ -80,6 +80,8 @@ func (t *tables) any(d *dataSide) bool {
 // Restore makes the objects of a context, in a device that is connected and has none. After an error the device is as
 // it was. It implements virtio.Continuer.
 func (d *Device) Restore(b []byte) (err error) {
+	d.driver.Lock()
+	defer d.driver.Unlock()
 	if d.data.vm == nil || d.commands != nil {
 		return errRunning
 	}
@@ -87,6 +89,8 @@ func (d *Device) Restore(b []byte) (err error) {
 		if err != nil {
 			d.wipe()
 			err = fmt.Errorf("hca: context: %w", err)
+		} else {
+			d.pauses()
 		}
 	}()
 	if len(b) > maxContext {
@@ -117,7 +121,6 @@ func (d *Device) resume(x *deviceContext) error {
 	d.tables.numbered(x)
 	d.generation.Store(x.generation)
 	d.position = x.position
-	d.data.paused.Store(d.tables.qps > 0)
 	d.PortChanged() // link and MTU may not be those that the driver has read
 	d.renewJournal()
 	d.log.Info("resumed the objects of the previous vnicd", "qps", d.tables.qps, "cqs", len(d.tables.cqs), "regions",
@@ -218,7 +221,8 @@ func (r *restorer) objects(x *deviceContext) error {
 		for k, pa := range x.bells[i].pages {
 			s.PA[k] = uint64(pa)
 		}
-		if err := r.replay(abi.CmdSetDoorbells, payload(abi.SizeSetDoorbells, s.Encode), nil); err != nil {
+		as := &identity{nonce: x.bells[i].nonce}
+		if err := r.replay(abi.CmdSetDoorbells, payload(abi.SizeSetDoorbells, s.Encode), as); err != nil {
 			return err
 		}
 	}
@@ -527,6 +531,9 @@ func (d *Device) takeBells(e *engine) (x bellContext, ok bool) {
 		return x, false
 	}
 	e.loop.Visit(func() { x = bellContext{engine: uint32(e.id), pages: slices.Clone(e.db.pages[:])} })
+	if e.id == 0 {
+		x.nonce = d.tables.nonce.value
+	}
 	return x, true
 }
 

@@ -38,6 +38,7 @@ type gidContext struct {
 type bellContext struct {
 	engine uint32
 	pages  []translate.PA
+	nonce  uint64 // of the driver, in the area of engine 0; since version 4
 }
 
 // ahContext is the table of address handles; no entries: there is none.
@@ -129,6 +130,12 @@ func (b *bellContext) record(c *record.Codec) {
 	recordPages(c, &b.pages)
 	if c.Reading() && len(b.pages) != abi.DoorbellPages {
 		c.Fail("doorbell area of %d pages, must be %d", len(b.pages), abi.DoorbellPages)
+	}
+	if c.Since(4) {
+		record.Num(c, &b.nonce)
+		if b.engine != 0 && b.nonce != 0 {
+			c.Fail("nonce in the doorbell area of engine %d", b.engine)
+		}
 	}
 }
 

@@ -76,12 +76,14 @@ type Device struct {
 	account *translate.Account
 
 	generation    atomic.Uint32
+	features      atomic.Uint64 // accepted by the driver
 	invalidations atomic.Uint64 // CLEAR_MTT commands
 	fetches       atomic.Uint64 // host faults of control goroutines
 	faults        guestFaults
 	portListener  atomic.Pointer[virtio.Conn] // notified when the port changes; nil: no front end
 
-	driver sync.Mutex // held while the command queue starts or stops, and by MachineReset; before mu
+	driver sync.Mutex  // held while a driver starts, stops, or turns out to have gone; before mu
+	look   *time.Timer // calls lookForDriver while the VM is paused; guarded by driver; nil: never paused
 
 	// Fields of the connection's goroutine. It changes commands while it holds driver.
 	conn     virtio.Conn
@@ -241,8 +243,8 @@ func (d *Device) setUp() {
 	d.data.paused.Store(false)
 }
 
-// Features implements virtio.Device: the ABI has no feature bits yet.
-func (d *Device) Features() uint64 { return 0 }
+// Features implements virtio.Device.
+func (d *Device) Features() uint64 { return abi.Features }
 
 // NumQueues implements virtio.Device.
 func (d *Device) NumQueues() int { return abi.NumQueues(len(d.data.ceqs), len(d.data.engines)) }
@@ -250,14 +252,17 @@ func (d *Device) NumQueues() int { return abi.NumQueues(len(d.data.ceqs), len(d.
 // ConfigSize implements virtio.Device.
 func (d *Device) ConfigSize() int { return abi.SizeConfig }
 
-// SetFeatures implements virtio.Device.
-func (d *Device) SetFeatures(uint64) error { return nil }
+// SetFeatures implements virtio.Device. The transport accepts only features that were offered.
+func (d *Device) SetFeatures(f uint64) error {
+	d.features.Store(f)
+	return nil
+}
 
 // ReadConfig implements virtio.Device.
 func (d *Device) ReadConfig(dst []byte, off uint32) error {
 	var b [abi.SizeConfig]byte
 	c := abi.Config{
-		Magic: abi.Magic, ABIVersion: abi.Version, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.data.ceqs)),
+		Magic: abi.Magic, ABIVersion: abi.Oldest, MAC: d.cfg.MAC, NumCEQs: uint16(len(d.data.ceqs)),
 		NumEngines: uint16(len(d.data.engines)), PortMTU: uint32(d.data.portMTU()), Generation: d.generation.Load(),
 	}
 	if d.data.link.Load() {
@@ -309,6 +314,7 @@ func (d *Device) Disconnected() {
 	}
 	d.data.mem.Store(nil)
 	d.data.vm, d.conn = nil, nil
+	d.features.Store(0)
 	d.log.Info("front end disconnected")
 }
 
@@ -318,24 +324,6 @@ func (d *Device) Disconnected() {
 func (d *Device) Reset() {
 	if d.teardown() && d.conn != nil {
 		d.conn.ConfigChanged()
-	}
-}
-
-// MachineReset says that the VM's machine was reset, which QEMU does not report for its generic device: it only stops
-// the queues, as for a pause. If the driver had been stopped, it does not go on then, because a paused VM resets
-// nothing. Its objects are destroyed. Peers, which were held as those of a paused VM are (CO-3), meet silence. A device
-// with a running driver ignores the call. Any goroutine.
-func (d *Device) MachineReset() {
-	d.driver.Lock()
-	defer d.driver.Unlock()
-	if d.commands != nil || !d.data.paused.Load() {
-		return
-	}
-	d.data.paused.Store(false)
-	d.generation.Add(1)
-	if d.wipe() {
-		d.log.Info("the VM was reset: state of its driver dropped")
-		d.PortChanged() // a driver that goes on nevertheless checks the generation
 	}
 }
 
@@ -350,6 +338,9 @@ func (d *Device) teardown() (lost bool) {
 	defer d.driver.Unlock()
 	d.data.up.Store(false)
 	d.data.paused.Store(false)
+	if d.look != nil {
+		d.look.Stop()
+	}
 	d.generation.Add(1)
 	return d.wipe()
 }
@@ -414,18 +405,23 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	return d.data.engines[i-abi.DoorbellQueue(len(d.data.ceqs), 0)].startDoorbells(q)
 }
 
-// startCommandQueue starts the device. A queue that starts at 0, and was stopped elsewhere, has a new driver.
-// If objects of the previous driver still exist, the front end did not report the
-// reset (it may only have stopped the queues). The generation stays: the new driver
-// has read it already and has lost no state.
+// startCommandQueue starts the device. A queue that starts at 0, and was stopped elsewhere, has a new driver, and so
+// has one if the previous driver's nonce is gone. If objects of that driver still exist, the front end did not report
+// the reset (it may only have stopped the queues). The generation stays at a start from 0: the new driver has read it
+// already and has lost no state. Elsewhere it changes, in case the driver is the old one after all.
 func (d *Device) startCommandQueue(q *virtq.Queue) error {
 	d.driver.Lock()
 	defer d.driver.Unlock()
 	if d.commands != nil {
 		return errors.New("hca: the command queue runs already")
 	}
-	if q.Base() == 0 && d.position != 0 && d.wipe() {
-		d.log.Info("new driver: state of the previous one dropped")
+	begins := q.Base() == 0 && d.position != 0
+	if gone := d.driverGone(); (begins || gone) && d.wipe() {
+		d.log.Info("new driver: state of the previous one dropped", "nonce_gone", gone)
+		if !begins {
+			d.generation.Add(1)
+			d.PortChanged()
+		}
 	}
 	past, err := d.reopen(q)
 	if err != nil {
@@ -502,9 +498,7 @@ func (d *Device) stopCommandQueue() {
 		e.loop.Visit(e.freeze)
 	}
 	d.queueStopped(d.position)
-	d.mu.Lock()
-	d.data.paused.Store(d.tables.qps > 0)
-	d.mu.Unlock()
+	d.pauses()
 }
 
 func (d *Device) eventQueueAt(i int) *eventQueue {

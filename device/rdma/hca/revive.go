@@ -50,6 +50,8 @@ type pastNote struct {
 
 // Revive implements virtio.Survivor.
 func (d *Device) Revive(fd int) (err error) {
+	d.driver.Lock()
+	defer d.driver.Unlock()
 	if d.data.vm == nil || d.commands != nil {
 		return errRunning
 	}
@@ -57,6 +59,8 @@ func (d *Device) Revive(fd int) (err error) {
 		if err != nil {
 			d.wipe()
 			err = fmt.Errorf("hca: journal: %w", err)
+		} else {
+			d.pauses()
 		}
 	}()
 	contents, err := journal.Read(fd)

@@ -12,7 +12,7 @@ import (
 // (journal.go).
 
 // contextVersion is the version of the encoding. 2: connections that connection management made; 3: atomics that a
-// killed process has executed. 4: states of QPs in words.
+// killed process has executed. 4: states of QPs in words; the driver's nonce.
 const contextVersion = 4
 
 const (

@@ -20,9 +20,10 @@ type Status struct {
 	Connected bool     `json:"connected"`
 	Up        bool     `json:"up"`
 	Link      bool     `json:"link"`
-	Paused    bool     `json:"paused,omitempty"` // the VM is paused, or its driver has gone and left queue pairs
-	Failed    bool     `json:"failed,omitempty"` // the guest's memory vanished
-	Busy      bool     `json:"busy,omitempty"`   // a command takes long; some fields are left out
+	Paused    bool     `json:"paused,omitempty"`   // the VM is paused, or its driver has gone and left queue pairs
+	Failed    bool     `json:"failed,omitempty"`   // the guest's memory vanished
+	Busy      bool     `json:"busy,omitempty"`     // a command takes long; some fields are left out
+	Features  string   `json:"features,omitempty"` // accepted by the driver, those of virtio included
 	PortMTU   int      `json:"port_mtu"`
 	GIDs      []string `json:"gids,omitempty"`
 	PDs       int      `json:"pds"`
@@ -168,6 +169,9 @@ func (d *Device) Describe() Status {
 		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
 		PortMTU: d.data.portMTU(), Stats: map[string]uint64{}, HostMemory: d.account.Status(),
 		EngineTime: d.data.meter.Time(),
+	}
+	if f := d.features.Load(); f != 0 {
+		s.Features = fmt.Sprintf("%#x", f)
 	}
 	s.Drops = d.Drops()
 	for i, v := range st.Value {

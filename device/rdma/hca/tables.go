@@ -92,6 +92,7 @@ type tables struct {
 	// the limit of QPs, and are charged, until the driver releases them, also after a reset.
 	lingering []lingering
 
+	nonce driverNonce // in the doorbell area of engine 0
 	// Memory held for the doorbell areas, by engine, and for the table of
 	// address handles.
 	dbHeld [abi.MaxEngines]held
@@ -283,6 +284,7 @@ type identity struct {
 	n      uint32 // handle, or QP number
 	index  int    // of a QP
 	engine *engine
+	nonce  uint64 // of a doorbell area
 }
 
 // takeID returns an unused number, or the handle of an object that is made again.

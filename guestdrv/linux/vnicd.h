@@ -10,6 +10,7 @@
  *	vnicd_netdev.c	pairing with the VM's virtio-net, port events
  *	vnicd_eq.c	completion and asynchronous event queues
  *	vnicd_ring.c	memory of work rings, mappings into processes
+ *	vnicd_config.c	config space: whose device, which ABI
  *	vnicd_cmd.c	one function per command of vnicd_abi.h
  *	vnicd_cmdq.c	command queue mechanics
  *
@@ -42,6 +43,7 @@
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/netdevice.h>
+#include <linux/notifier.h>
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
 #include <linux/virtio.h>
@@ -184,6 +186,8 @@ struct vnicd_dev {
 	struct delayed_work fence_work;
 	wait_queue_head_t fence_wait;	/* for VNICD_F_QUIET */
 	struct vnicd_recovery *recovery;	/* taken by xchg() */
+
+	struct notifier_block reboot_nb;
 
 	spinlock_t grave_lock;		/* guards graves */
 	struct list_head graves;
@@ -399,6 +403,13 @@ static inline bool vnicd_quiet(struct vnicd_dev *vd)
 {
 	return test_bit_acquire(VNICD_F_QUIET, &vd->flags);
 }
+
+/* vnicd_config.c */
+
+/* 0 if it is a vnicd HCA with an ABI that this module speaks. */
+int vnicd_validate(struct virtio_device *vdev);
+/* Reads and checks what probe needs of config space. */
+int vnicd_read_config(struct vnicd_dev *vd);
 
 /* vnicd_main.c */
 

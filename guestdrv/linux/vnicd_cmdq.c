@@ -26,7 +26,7 @@ static int vnicd_status_errno(u32 status)
 	case VNICD_EOPNOTSUPP:	return -EOPNOTSUPP;
 	case VNICD_EFAULT:	return -EFAULT;
 	case VNICD_EPERM:	return -EPERM;
-	default:		return -EIO;
+	default:		return -EIO;	/* of a later device, too */
 	}
 }
 
@@ -307,10 +307,6 @@ static int vnicd_slot_result(struct vnicd_cmdq *q, struct vnicd_slot *slot,
 	memcpy(&hdr, slot->resp, sizeof(hdr));
 	status = le32_to_cpu(hdr.status);
 	length = le32_to_cpu(hdr.length);
-	if (status > VNICD_EIO) {
-		dev_err(dev, "command %u: unknown status %u\n", opcode, status);
-		goto malformed;
-	}
 	if (status != VNICD_OK) {
 		dev_dbg(dev, "command %u: status %u\n", opcode, status);
 		return vnicd_status_errno(status);

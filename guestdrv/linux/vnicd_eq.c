@@ -166,7 +166,8 @@ static void vnicd_aeq_dispatch(struct vnicd_dev *vd, const struct vnicd_event *e
 		vnicd_fault_event(vd, e);
 		break;
 	default:
-		dev_err_ratelimited(&vd->vdev->dev, "unknown event type %u\n", type);
+		/* Of a later device. */
+		dev_dbg(&vd->vdev->dev, "event of unknown type %u\n", type);
 	}
 }
 

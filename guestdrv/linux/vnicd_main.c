@@ -29,9 +29,8 @@
  * The work that resets takes no locks of others and allocates nothing, because reclaim
  * waits for it.
  */
-#include <linux/ctype.h>
-#include <linux/etherdevice.h>
 #include <linux/pci.h>
+#include <linux/reboot.h>
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
 #include <linux/virtio_pci.h>
@@ -133,11 +132,39 @@ static bool vnicd_unplugged(struct virtio_device *vdev)
 	return parent && dev_is_pci(parent) && !pci_device_is_present(to_pci_dev(parent));
 }
 
+/*
+ * The nonce in the doorbell area of engine 0 says that the driver still uses the
+ * device, if its queues stop: then the VM is paused.
+ */
+static void vnicd_set_nonce(struct vnicd_dev *vd)
+{
+	struct vnicd_doorbells *db = vd->engines[0].db;
+	u64 nonce;
+
+	if (!virtio_has_feature(vd->vdev, VNICD_FEATURE_NONCE))
+		return;
+	do
+		nonce = get_random_u64();
+	while (!nonce);
+	WRITE_ONCE(db->nonce, cpu_to_le64(nonce));
+}
+
+static void vnicd_clear_nonce(struct vnicd_dev *vd)
+{
+	struct vnicd_doorbells *db = READ_ONCE(vd->engines[0].db);
+
+	if (db)
+		WRITE_ONCE(db->nonce, 0);
+	/* Before the queues stop. */
+	virt_wmb();
+}
+
 /* Afterwards the device accesses no memory. Idempotent. */
 static void vnicd_reset(struct vnicd_dev *vd)
 {
 	mutex_lock(&vd->reset_lock);
 	if (!vnicd_quiet(vd)) {
+		vnicd_clear_nonce(vd);
 		if (!vnicd_unplugged(vd->vdev))
 			virtio_reset_device(vd->vdev);
 		/* Pairs with the acquire in vnicd_quiet(). */
@@ -249,125 +276,6 @@ static void vnicd_empty_graves(struct vnicd_dev *vd)
 	}
 }
 
-/*
- * Reading past the end of config space is a BUG() in virtio_pci, and a foreign
- * device with our id may have a smaller one. Only PCI knows the length.
- */
-static bool vnicd_config_present(struct virtio_device *vdev)
-{
-	struct pci_dev *pdev;
-	int pos;
-
-	if (!vdev->config->get)
-		return false;
-	if (!vdev->dev.parent || !dev_is_pci(vdev->dev.parent))
-		return true;
-	pdev = to_pci_dev(vdev->dev.parent);
-	for (pos = pci_find_capability(pdev, PCI_CAP_ID_VNDR); pos;
-	     pos = pci_find_next_capability(pdev, pos, PCI_CAP_ID_VNDR)) {
-		u8 type;
-		u32 len;
-
-		pci_read_config_byte(pdev, pos + offsetof(struct virtio_pci_cap, cfg_type),
-				     &type);
-		if (type != VIRTIO_PCI_CAP_DEVICE_CFG)
-			continue;
-		pci_read_config_dword(pdev, pos + offsetof(struct virtio_pci_cap, length),
-				      &len);
-		return len >= sizeof(struct vnicd_config);
-	}
-	return false;
-}
-
-/* Runs before feature negotiation. */
-static int vnicd_validate(struct virtio_device *vdev)
-{
-	u32 magic, version;
-
-	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
-		dev_err(&vdev->dev, "not a virtio 1.x device\n");
-		return -ENODEV;
-	}
-	if (!vnicd_config_present(vdev)) {
-		dev_info(&vdev->dev, "not a vnicd HCA: config space is too small\n");
-		return -ENODEV;
-	}
-	virtio_cread_le(vdev, struct vnicd_config, magic, &magic);
-	if (magic != VNICD_MAGIC) {
-		dev_info(&vdev->dev, "not a vnicd HCA: magic %#x, expected %#x\n",
-			 magic, VNICD_MAGIC);
-		return -ENODEV;
-	}
-	virtio_cread_le(vdev, struct vnicd_config, abi_version, &version);
-	if (version != VNICD_ABI_VERSION) {
-		dev_err(&vdev->dev,
-			"the device speaks ABI version %u, this module version %u: install the guest module that belongs to the host's vnicd\n",
-			version, VNICD_ABI_VERSION);
-		return -EPROTONOSUPPORT;
-	}
-	/* All addresses for the device are guest physical ones. */
-	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
-	return 0;
-}
-
-/* At least one character, all of them safe in file names and messages. */
-static bool vnicd_text_ok(const char *s, bool spaces)
-{
-	if (!*s)
-		return false;
-	for (; *s; s++)
-		if (!isalnum(*s) && !strchr("-_.+~", *s) && !(spaces && strchr(" ():/", *s)))
-			return false;
-	return true;
-}
-
-static int vnicd_read_config(struct vnicd_dev *vd)
-{
-	struct device *dev = &vd->vdev->dev;
-	struct vnicd_config cfg;
-
-	virtio_cread_bytes(vd->vdev, 0, &cfg, sizeof(cfg));
-
-	memcpy(vd->mac, cfg.mac, sizeof(vd->mac));
-	vd->num_ceqs = le16_to_cpu(cfg.num_ceqs);
-	vd->num_engines = le16_to_cpu(cfg.num_engines);
-	vd->link_up = le16_to_cpu(cfg.link_up) == 1;
-	vd->port_mtu = le32_to_cpu(cfg.port_mtu);
-	vd->generation = le32_to_cpu(cfg.generation);
-
-	if (!is_valid_ether_addr(vd->mac)) {
-		dev_err(dev, "config space: %pM is not a usable MAC address\n", vd->mac);
-		return -EINVAL;
-	}
-	if (!vd->num_ceqs || vd->num_ceqs > VNICD_MAX_CEQS) {
-		dev_err(dev, "config space: %u completion event queues, expected 1..%u\n",
-			vd->num_ceqs, VNICD_MAX_CEQS);
-		return -EINVAL;
-	}
-	if (!vd->num_engines || vd->num_engines > VNICD_MAX_ENGINES) {
-		dev_err(dev, "config space: %u engines, expected 1..%u\n",
-			vd->num_engines, VNICD_MAX_ENGINES);
-		return -EINVAL;
-	}
-	if (vd->port_mtu < 256 || vd->port_mtu > 4096) {
-		dev_err(dev, "config space: path MTU %u, expected 256..4096\n", vd->port_mtu);
-		return -EINVAL;
-	}
-	if (memchr_inv(cfg.reserved, 0, sizeof(cfg.reserved))) {
-		dev_err(dev, "config space: reserved bytes are set\n");
-		return -EINVAL;
-	}
-
-	memcpy(vd->fw_version, cfg.fw_version, sizeof(cfg.fw_version));
-	if (!vnicd_text_ok(vd->fw_version, true))
-		strscpy(vd->fw_version, "unknown", sizeof(vd->fw_version));
-	/* Use the suggested name if it is valid. */
-	memcpy(vd->name, cfg.device_name, sizeof(cfg.device_name));
-	if (!vnicd_text_ok(vd->name, false))
-		strscpy(vd->name, "vnic%d", sizeof(vd->name));
-	return 0;
-}
-
 static void vnicd_cmd_irq(struct virtqueue *vq)
 {
 	struct vnicd_dev *vd = vq->vdev->priv;
@@ -474,6 +382,8 @@ static int vnicd_start_device(struct vnicd_dev *vd)
 		e->db = alloc_pages_exact(sizeof(*e->db), GFP_KERNEL | __GFP_ZERO);
 		if (!e->db)
 			return -ENOMEM;
+		if (!i)
+			vnicd_set_nonce(vd);
 		err = vnicd_cmd_set_doorbells(vd, i, e->db);
 		if (err) {
 			dev_err(dev, "cannot set doorbells of engine %u: %d\n", i, err);
@@ -488,6 +398,16 @@ static int vnicd_start_device(struct vnicd_dev *vd)
 	if (err)
 		dev_err(dev, "cannot set the address handle table: %d\n", err);
 	return err;
+}
+
+/*
+ * The system ends, perhaps by kexec. The queues stop later: the machine is reset, or,
+ * on newer kernels, the virtio bus resets its devices. Until then the device goes on.
+ */
+static int vnicd_reboot(struct notifier_block *nb, unsigned long action, void *data)
+{
+	vnicd_clear_nonce(container_of(nb, struct vnicd_dev, reboot_nb));
+	return NOTIFY_DONE;
 }
 
 static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
@@ -509,6 +429,7 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 	INIT_WORK(&vd->config_work, vnicd_config_work);
 	INIT_WORK(&vd->flush_work, vnicd_flush_work);
 	INIT_DELAYED_WORK(&vd->fence_work, vnicd_fence_work);
+	vd->reboot_nb.notifier_call = vnicd_reboot;
 	vnicd_netdev_init(vd);
 	vnicd_fault_start(vd);
 	vnicd_eq_setup(vd, &vd->aeq, true);
@@ -530,6 +451,8 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	smp_mb();
 	if (vnicd_dead(vd))
 		vnicd_fence_now(vd);
+	/* Without effect if it is not registered. */
+	unregister_reboot_notifier(&vd->reboot_nb);
 	vnicd_ib_unregister(vd);
 	vnicd_netdev_stop(vd);
 	vnicd_stop_events(vd);
@@ -616,6 +539,9 @@ static int vnicd_probe(struct virtio_device *vdev)
 	err = vnicd_start_device(vd);
 	if (err)
 		goto err_ib;
+	err = register_reboot_notifier(&vd->reboot_nb);
+	if (err)
+		goto err_ib;
 	err = vnicd_netdev_start(vd);
 	if (err)
 		goto err_ib;
@@ -667,9 +593,15 @@ static const struct virtio_device_id vnicd_id_table[] = {
 };
 MODULE_DEVICE_TABLE(virtio, vnicd_id_table);
 
+static const unsigned int vnicd_features[] = {
+	VNICD_FEATURE_NONCE,
+};
+
 static struct virtio_driver vnicd_driver = {
 	.driver.name = KBUILD_MODNAME,
 	.driver.owner = THIS_MODULE,
+	.feature_table = vnicd_features,
+	.feature_table_size = ARRAY_SIZE(vnicd_features),
 	.id_table = vnicd_id_table,
 	.validate = vnicd_validate,
 	.probe = vnicd_probe,

@@ -55,6 +55,8 @@ type Config struct {
 	Kept   Kept
 	// Blameless says that the previous process was ended by somebody else, so that no front end can have caused it.
 	Blameless bool
+	// Hide are features of the device that are not offered. A front end that has accepted them keeps them.
+	Hide uint64
 	// MachineReset, if set, is called when the front end resets the device (RESET_DEVICE). QEMU does so when the machine
 	// is reset, whether the device has a driver or not, and when a driver begins or ends; not to pause the VM.
 	MachineReset func()

@@ -247,7 +247,7 @@ func (se *session) wantsAck(m *Message) bool {
 func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	switch m.Request {
 	case ReqGetFeatures:
-		return AppendU64(nil, se.srv.offer), nil
+		return AppendU64(nil, se.srv.offer&^se.srv.cfg.Hide), nil
 	case ReqGetProtocolFeatures:
 		return AppendU64(nil, se.srv.protos), nil
 	case ReqGetQueueNum:

@@ -107,8 +107,8 @@ type Config struct {
 	VMs []*VM
 }
 
-// Debug has a switch for each fast path that operators need not switch off: to find faults, and to test the paths
-// behind them (`make test-ways`). All default to true.
+// Debug has a switch for each fast path that operators need not switch off, and for feature bits: to find faults, and
+// to test the paths behind them (`make test-ways`). All default to true.
 type Debug struct {
 	// LocalCopy turns RDMA between VMs of this host into a memory copy, without frames.
 	LocalCopy bool
@@ -116,6 +116,8 @@ type Debug struct {
 	Segmentation bool
 	// SelectiveRepeat makes RC connections between two vnicds retransmit only lost packets.
 	SelectiveRepeat bool
+	// GuestFeatures offers guest drivers feature bits (CO-6).
+	GuestFeatures bool
 }
 
 // Monitoring is the read-only HTTP server.

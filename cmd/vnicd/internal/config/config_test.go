@@ -236,7 +236,7 @@ func TestParseMistakes(t *testing.T) {
 		{"nice", "engine-nice: -21", "engine-nice must be a number from -20 to 19"},
 		{"debug key at the top", "local-copy: false", "x.yaml:1: key \"local-copy\" belongs under `debug:`"},
 		{"debug", "debug: {local-copy: 3, ecn: false}",
-			"unknown key \"ecn\" in debug; known: local-copy, segmentation, selective-repeat"},
+			"unknown key \"ecn\" in debug; known: guest-features, local-copy, segmentation, selective-repeat"},
 		{"spin", "spin: fast", "spin must be a duration"},
 		{"short path", "short-path: auto", `x.yaml:1: short-path must be true or false, found "auto"`},
 		{"log", "log-level: loud", "log-level must be trace, debug"},

@@ -52,8 +52,9 @@ func Parse(path string, data []byte) (*Config, error) {
 	p := parser{errs: Errors{Path: path}}
 	c := &Config{
 		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Journal: true,
-		Debug: Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true}, EngineNice: DefaultEngineNice,
-		Spin: DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
+		Debug:      Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true, GuestFeatures: true},
+		EngineNice: DefaultEngineNice,
+		Spin:       DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
 		MemoryPressure: MemoryPressure{Watch: true, Limit: DefaultPressureLimit},
 		ControlGroup:   groupOr(DefaultControlGroup, localsocket.None),
 		StatusGroup:    groupOr(DefaultStatusGroup, localsocket.None),
@@ -377,13 +378,16 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 
 const topLevel = "the configuration" // in messages
 
-var debugKeys = map[string]bool{"local-copy": true, "segmentation": true, "selective-repeat": true}
+var debugKeys = map[string]bool{
+	"local-copy": true, "segmentation": true, "selective-repeat": true, "guest-features": true,
+}
 
 func (p *parser) debug(n *yaml.Node, d *Debug) {
 	p.mapping(n, "debug", map[string]func(*yaml.Node){
 		"local-copy":       p.boolean("debug local-copy", &d.LocalCopy),
 		"segmentation":     p.boolean("debug segmentation", &d.Segmentation),
 		"selective-repeat": p.boolean("debug selective-repeat", &d.SelectiveRepeat),
+		"guest-features":   p.boolean("debug guest-features", &d.GuestFeatures),
 	})
 }
 

@@ -9,6 +9,7 @@ import (
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
@@ -141,6 +142,9 @@ func (v *vm) open(d *Daemon) (err error) {
 		Path: d.cfg.HCASocket(c), Mode: d.cfg.SocketPermission(c), Owner: c.Owner, Log: log, VMs: d.gvms,
 		Attribute: &v.attribute, Budget: v.budget, Work: v.work, SlotName: d.slotName,
 	}
+	if !d.cfg.Debug.GuestFeatures {
+		socket.Hide = abi.Features
+	}
 	if a := c.Application; a != nil {
 		socket.MaxMemory, socket.Sealed = a.Memory, true
 		return v.listen(socket, v.hca)
@@ -148,7 +152,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not
 	// survive the end of its connection.
 	plain := socket
-	plain.Path = d.cfg.NetSocket(c)
+	plain.Path, plain.Hide = d.cfg.NetSocket(c), 0
 	plain.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
 	if err := v.listen(plain, v.net); err != nil {
 		return err

@@ -122,14 +122,14 @@ func (d *Device) readConfig(ctx context.Context) (c abi.Config, err error) {
 		return c, fmt.Errorf("reading configuration space: %w", r.err)
 	}
 	b := r.b[:]
-	// Magic and version first: in another version the other fields have other meanings.
+	// Magic and layout first: in another layout the other fields have other meanings.
 	if m := le.Uint32(b[0:]); m != abi.Magic {
 		return c, fmt.Errorf("%w: magic %#x, expected %#x", ErrNotVNICD, m, abi.Magic)
 	}
-	if v := le.Uint32(b[4:]); v != abi.Version {
-		return c, fmt.Errorf("%w: device has %d, this driver %d", ErrVersion, v, abi.Version)
+	if v := le.Uint32(b[4:]); v < abi.Oldest || v > abi.Version {
+		return c, fmt.Errorf("%w: device has %d, this driver %d to %d", ErrVersion, v, abi.Oldest, abi.Version)
 	}
-	if err := c.Decode(b); err != nil {
+	if err := decode(&c, b); err != nil {
 		return c, fmt.Errorf("configuration space: %w", err)
 	}
 	return c, nil

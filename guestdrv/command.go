@@ -2,6 +2,7 @@ package guestdrv
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -58,6 +59,14 @@ type lateFunc func(payload []byte, err error)
 // encoder and decoder are the two halves of the structures in package abi.
 type encoder interface{ Encode([]byte) }
 type decoder interface{ Decode([]byte) error }
+
+// decode decodes what the device wrote. A later device may use fields that are reserved here: they are ignored (CO-6).
+func decode(x decoder, b []byte) error {
+	if err := x.Decode(b); !errors.Is(err, abi.ErrReserved) {
+		return err
+	}
+	return nil
+}
 
 func newCommander(d *Device) (*commander, error) {
 	c := &commander{q: d.fe.Queue(abi.CommandQueue), d: d, slots: make(chan *cmdSlot, cmdSlots),
@@ -407,7 +416,7 @@ func decodeResponse(op abi.Opcode, b []byte, n uint32, resp decoder) error {
 	if err != nil || resp == nil {
 		return err
 	}
-	if err := resp.Decode(payload); err != nil {
+	if err := decode(resp, payload); err != nil {
 		return fmt.Errorf("%v: malformed response: %w", op, err)
 	}
 	return nil
@@ -420,7 +429,7 @@ func parseResponse(op abi.Opcode, b []byte, n uint32) ([]byte, error) {
 	}
 	b = b[:n]
 	var h abi.Resp
-	if err := h.Decode(b); err != nil {
+	if err := decode(&h, b); err != nil {
 		return nil, fmt.Errorf("%v: malformed response: %w", op, err)
 	}
 	if h.Status != abi.StatusOK {

@@ -91,7 +91,8 @@ func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, cfg.Timeout, ErrTimeout)
 	defer cancel()
-	fc := frontend.Config{Path: path, Memory: d.mem.Memory, QueueSize: queueSize, Refuse: cfg.refuse}
+	fc := frontend.Config{Path: path, Memory: d.mem.Memory, QueueSize: queueSize, Features: abi.Features,
+		Refuse: cfg.refuse}
 	if d.fe, err = frontend.Open(ctx, fc); err != nil {
 		return nil, fmt.Errorf("connecting to %s: %w", path, err)
 	}
@@ -107,6 +108,7 @@ func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
 	if err := d.do(ctx, abi.CmdQueryDevice, nil, 0, &d.attr); err != nil {
 		return nil, err
 	}
+	d.setNonce()
 	for _, db := range d.dbs {
 		req := abi.SetDoorbells{
 			Engine: uint32(db.engine), NPages: abi.DoorbellPages, PA: [abi.DoorbellPages]uint64(db.buf.pagePAs()),
@@ -168,6 +170,7 @@ func (d *Device) Close() error {
 		idle := d.users.close()
 		d.cancel()
 		d.fail(ErrClosed)
+		d.clearNonce()
 		if d.fe != nil {
 			err = d.fe.Close()
 		}

@@ -1,6 +1,8 @@
 package guestdrv
 
 import (
+	"math/rand/v2"
+
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
@@ -29,5 +31,19 @@ func (db *doorbell) ring(slot uint32) {
 	atomic64(b, abi.DoorbellSummaryOff+int(slot/4096)*8).Or(1 << (slot / 64 % 64))
 	if atomic32(b, abi.DoorbellNeedWakeupOff).Load() != 0 {
 		db.q.Notify()
+	}
+}
+
+// setNonce puts the driver's nonce where the device expects it, if the device has the feature, before SET_DOORBELLS
+// (CO-3). clearNonce says that the driver has ended.
+func (d *Device) setNonce() {
+	if d.fe.Features()&abi.FeatureNonce != 0 {
+		atomic64(d.dbs[0].buf.data, abi.DoorbellNonceOff).Store(rand.Uint64() | 1) // not 0
+	}
+}
+
+func (d *Device) clearNonce() {
+	if len(d.dbs) > 0 {
+		atomic64(d.dbs[0].buf.data, abi.DoorbellNonceOff).Store(0)
 	}
 }

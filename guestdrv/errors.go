@@ -21,7 +21,7 @@ var (
 	ErrTimeout = fmt.Errorf("command timed out: %w", context.DeadlineExceeded)
 	// ErrNotVNICD is returned by Open if the device's configuration space lacks vnicd's magic number.
 	ErrNotVNICD = errors.New("not a vnicd HCA")
-	// ErrVersion is returned by Open if the device has another ABI version.
+	// ErrVersion is returned by Open if the device serves no version of the ABI that this package speaks (CO-6).
 	ErrVersion = errors.New("unsupported device ABI version")
 	// ErrNoMemory is returned when the driver's memory (Config.Memory) or its address handle table (Config.AHEntries) is
 	// used up. A limit of the device is StatusNoMemory.

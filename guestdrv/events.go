@@ -103,7 +103,7 @@ func (a *asyncEvents) handle(i uint64, n uint32) error {
 		return fmt.Errorf("queue %d: event of %d bytes, expected %d", abi.EventQueue, n, abi.SizeEvent)
 	}
 	var e abi.Event
-	if err := e.Decode(a.bufs.Bytes()[i*abi.SizeEvent:][:abi.SizeEvent]); err != nil {
+	if err := decode(&e, a.bufs.Bytes()[i*abi.SizeEvent:][:abi.SizeEvent]); err != nil {
 		return err
 	}
 	if e.Type == abi.EventPageFault {
@@ -149,7 +149,8 @@ func (a *asyncEvents) next() (keptEvent, bool) {
 
 // NextEvent waits for an asynchronous event. Page faults of on-demand regions are handled by their pagers and not
 // returned; those of regions with PageAbsent entries (RegisterPages) are, and the caller answers them with ResumeFault.
-// When the device becomes unusable, NextEvent fails with Device.Err.
+// When the device becomes unusable, NextEvent fails with Device.Err. Ignore events of types that this package does not
+// name: the device is of a later release.
 func (d *Device) NextEvent(ctx context.Context) (Event, error) {
 	if err := d.users.enter(); err != nil {
 		return Event{}, err
@@ -214,7 +215,7 @@ func (d *Device) onCompletion(b []byte, n uint32) error {
 		return fmt.Errorf("completion event of %d bytes, expected %d", n, abi.SizeCEQE)
 	}
 	var e abi.CEQE
-	if err := e.Decode(b[:abi.SizeCEQE]); err != nil {
+	if err := decode(&e, b[:abi.SizeCEQE]); err != nil {
 		return err
 	}
 	d.mu.Lock()

@@ -43,6 +43,12 @@ func (c Config) SimpleQueues() Config {
 	return c
 }
 
+// Without makes a driver that does not know some of the device's features.
+func (c Config) Without(features uint64) Config {
+	c.refuse = features
+	return c
+}
+
 // Forget makes a driver believe that the device lacks a capability.
 func (d *Device) Forget(c Caps) { d.attr.Caps &^= uint64(c) }
 

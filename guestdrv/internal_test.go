@@ -143,7 +143,14 @@ func TestParseResponse(t *testing.T) {
 	if err := parse(resp(abi.StatusOK, abi.SizeHandle, handle...)); err != nil || h.Handle != 77 {
 		t.Errorf("good response: %v, %+v", err, h)
 	}
+	// What a later device may answer (CO-6).
+	if err := parse(resp(abi.StatusOK, abi.SizeHandle, 78, 0, 0, 0, 1, 2, 3, 4)); err != nil || h.Handle != 78 {
+		t.Errorf("reserved field in use: %v, %+v", err, h)
+	}
 	var ce *CommandError
+	if err := parse(resp(99, 0)); !errors.As(err, &ce) || ce.Status != 99 {
+		t.Errorf("unknown status: %v", err)
+	}
 	if err := parse(resp(abi.StatusNoMemory, 0)); !errors.Is(err, StatusNoMemory) || !errors.As(err, &ce) ||
 		ce.Command != "CREATE_PD" {
 		t.Errorf("refusal: %v", err)

@@ -20,6 +20,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/nstest"
@@ -54,6 +55,8 @@ type rigConfig struct {
 	driver guestdrv.Config
 	spin   time.Duration
 	work   func() *worktime.Account // of each host; nil: none
+
+	noFeatures bool // devices offer no feature bits
 }
 
 // rig is a network with several HCAs, each with a driver, in one process but with real sockets between driver and
@@ -248,8 +251,13 @@ func (r *rig) serve(h *host, kept vhostuser.Kept) {
 	h.hca.SetPort(h.port)
 	h.port.SetNet(h.hca.Neighbours()) // as the daemon does: answers ARP and ND, for Device.Resolve of the others
 	h.port.SetHCA(h.hca.HCAFace())
-	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Log: r.log.Named("vhost"), Attribute: &h.attribute,
-		Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept, KeepAs: "hca/" + name, Kept: kept},
+	var hide uint64
+	if r.cfg.noFeatures {
+		hide = abi.Features
+	}
+	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Hide: hide, Log: r.log.Named("vhost"),
+		Attribute: &h.attribute, Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept,
+		KeepAs: "hca/" + name, Kept: kept},
 		h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)

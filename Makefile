@@ -53,7 +53,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestOutlive|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSoak|TestSparseRegion|TestTenants|TestVerbsSuite|TestVLANUnderlay|TestVMMoves|TestVMQuarantine)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestOutlive|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration

@@ -29,9 +29,10 @@
  *    buffer takes, but refuses a buffer that is smaller than in VNICD_ABI_OLDEST. The
  *    driver takes missing fields as zero, but not those of VNICD_ABI_OLDEST, takes an
  *    unknown status for VNICD_EIO, and ignores events of unknown types;
- *  - config space: fields are appended, and announced by a feature bit, because not every
- *    transport tells its length. Bytes that are reserved today stay zero: modules older
- *    than feature bits insist on it;
+ *  - config space: fields are appended, and announced by a feature bit. The driver reads
+ *    them if it has accepted that, and config space is long enough: its length is QEMU's
+ *    choice (config_size). Bytes that are reserved today stay zero as long as modules
+ *    older than feature bits are served: they insist on it;
  *  - layouts: abi_version is the oldest that the device serves. A change for which the
  *    rules above leave no room makes a new one, with a number and a feature bit by which
  *    the driver selects it. The driver speaks VNICD_ABI_OLDEST to VNICD_ABI_VERSION and

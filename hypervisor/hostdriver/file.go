@@ -2,6 +2,7 @@ package hostdriver
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"strings"
 
@@ -17,6 +18,7 @@ type file struct {
 	huge      uint64 // the file's preferred page size; 0: the normal one
 	keepsSize bool   // sealed against shrinking
 	closed    bool   // sealed against new writable mappings
+	solid     bool   // nobody can take pages out of it, see NewFile
 	dev, ino  uint64 // its identity, while something maps it
 	writable  bool   // the descriptor permits writing
 }
@@ -48,11 +50,53 @@ func inspect(fd int) (file, error) {
 		f.keepsSize = seals&unix.F_SEAL_SHRINK != 0
 		f.closed = seals&(unix.F_SEAL_WRITE|sealFutureWrite) != 0
 	}
+	f.solid = IsSolid(fd)
 	if mode, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0); err == nil {
 		f.writable = mode&unix.O_ACCMODE == unix.O_RDWR
 	}
 	return f, nil
 }
+
+// NewFile makes a zeroed memory file of that many bytes from which nobody can take pages, for a front end that is not
+// trusted. Unlike one that Seal has sealed it can be mapped again, so the next process can continue the connection
+// (CO-1, CO-2). It is a memfd of fixed size with the attribute "immutable" (chattr +i, Linux 6.0): that forbids holes,
+// by whatever mapping or descriptor, and concerns neither writing nor mapping by a descriptor that permits writing. The
+// file gets it before anybody else has the file: a call that is under way meanwhile could still make a hole.
+// Only CAP_LINUX_IMMUTABLE can set or clear it. The caller owns the descriptor.
+func NewFile(size uint64) (fd int, err error) {
+	if size == 0 || size > math.MaxInt64 {
+		return -1, fmt.Errorf("memory file of %#x bytes: %w", size, ErrFile)
+	}
+	if fd, err = unix.MemfdCreate("vnicd-memory", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING); err != nil {
+		return -1, fmt.Errorf("memory file: %w", err)
+	}
+	if err = unix.Ftruncate(fd, int64(size)); err == nil {
+		// The last one so that nobody adds F_SEAL_WRITE.
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("memory file of %#x bytes: %w", size, err)
+	}
+	if err := unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, immutable); err != nil {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("memory file cannot be made immutable (CAP_LINUX_IMMUTABLE, Linux 6.0): %w", err)
+	}
+	return fd, nil
+}
+
+// IsSolid reports whether a file is one of NewFile, of this process or another.
+func IsSolid(fd int) bool {
+	const want = unix.F_SEAL_SHRINK | unix.F_SEAL_SEAL
+	if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || seals&(want|sealFutureWrite) != want {
+		return false
+	}
+	flags, err := unix.IoctlGetUint32(fd, unix.FS_IOC_GETFLAGS)
+	return err == nil && flags&immutable != 0
+}
+
+// immutable is FS_IMMUTABLE_FL.
+const immutable = 0x10
 
 // sealFutureWrite is F_SEAL_FUTURE_WRITE (Linux 5.1).
 const sealFutureWrite = 0x10
@@ -61,7 +105,8 @@ const sealFutureWrite = 0x10
 // holes (fallocate, MADV_REMOVE). Then an access waits while the hole is being made, has a page cleared, of up to a
 // gigabyte, or, on hugetlbfs, raises SIGBUS as the page may be another's by now. F_SEAL_WRITE and F_SEAL_FUTURE_WRITE
 // forbid holes; the first is not possible while the memory is mapped, and the second forbids new writable mappings. So
-// it is set after mapping, and a file cannot be mapped again: not by later slots, nor by another connection.
+// it is set after mapping, and a file cannot be mapped again: not by later slots, nor by another connection or process.
+// Files of NewFile need no seal.
 func (d *Driver) Seal() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -56,7 +56,7 @@ type mappingKey struct{ dev, ino, offset, size uint64 }
 // keptFile is a descriptor of a memory file. The mappings of a VM share it, by Budget.mu.
 type keptFile struct {
 	fd, users int
-	sealed    bool // see Driver.Seal
+	sealed    bool // nobody can make holes: see Driver.Seal and NewFile
 }
 
 // fileKey identifies a file.
@@ -146,7 +146,7 @@ func (b *Budget) newMapping(key mappingKey, fd int, f file) (*mapping, error) {
 	}
 	m := &mapping{key: key, b: b, from: from, whole: whole, size: length, lead: lead, block: f.block,
 		huge: f.block > translate.PageSize, granules: make(map[uint64]*granule)}
-	if m.file, err = b.keep(fileKey{f.dev, f.ino}, fd); err != nil {
+	if m.file, err = b.keep(fileKey{f.dev, f.ino}, fd, f.solid); err != nil {
 		_ = unix.Munmap(whole)
 		b.releaseMapping(length)
 		return nil, err
@@ -172,9 +172,9 @@ func (b *Budget) newMapping(key mappingKey, fd int, f file) (*mapping, error) {
 	return m, nil
 }
 
-// keep keeps a descriptor of the file, which tells memory that is gone from memory that is short (see lost). It returns
-// nil for a VM that has shared more than maxFiles files already.
-func (b *Budget) keep(key fileKey, fd int) (*keptFile, error) {
+// keep keeps a descriptor of the file, which tells memory that is gone from memory that is short (see lost). solid: the
+// file is one of NewFile. It returns nil for a VM that has shared more than maxFiles files already.
+func (b *Budget) keep(key fileKey, fd int, solid bool) (*keptFile, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	f := b.files[key]
@@ -186,7 +186,7 @@ func (b *Budget) keep(key fileKey, fd int) (*keptFile, error) {
 		if err != nil {
 			return nil, fmt.Errorf("duplicating fd %d: %w", fd, err)
 		}
-		f = &keptFile{fd: own}
+		f = &keptFile{fd: own, sealed: solid}
 		b.files[key] = f
 	}
 	f.users++

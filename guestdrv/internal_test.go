@@ -15,6 +15,9 @@ func testMemory(t *testing.T, size uint64) *memory {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if err := m.Make(); err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(m.Close)
 	return m
 }

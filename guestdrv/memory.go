@@ -18,7 +18,7 @@ const (
 	paBase translate.PA = 1 << 40
 )
 
-// memory replaces guest memory: a sealed memfd, allocated in pages.
+// memory replaces guest memory: a memfd of fixed size, allocated in pages. Open makes it, or gets it from vnicd.
 type memory struct {
 	*frontend.Memory
 	size uint64
@@ -26,7 +26,7 @@ type memory struct {
 
 func newMemory(size uint64) (*memory, error) {
 	size = (size + pageSize - 1) &^ (pageSize - 1)
-	m, err := frontend.NewMemory(frontend.Range{PA: paBase, Size: size})
+	m, err := frontend.PlanMemory(frontend.Range{PA: paBase, Size: size})
 	if err != nil {
 		return nil, fmt.Errorf("%d bytes of memory: %w", size, err)
 	}

@@ -12,6 +12,8 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // Keeper holds copies of descriptors for the next process, such as systemd's file descriptor store.
@@ -215,6 +217,16 @@ func (k *keeping) end(files []fileID, others []string) {
 	k.to = nil // teardown follows, which must not be stored
 }
 
+// abandon ends the keeping of a connection that goes on: it will end with this process.
+func (se *session) abandon() {
+	if se.kept.to == nil {
+		return
+	}
+	se.log.Info("this connection will end with this vnicd: its memory is not of a file that vnicd has made")
+	se.kept.end(se.files, se.running.names(&se.kept))
+	se.running.last = nil
+}
+
 // saveState stores the session's state for the next process.
 func (se *session) saveState() {
 	if se.kept.to != nil && !se.leaving {
@@ -299,6 +311,9 @@ func (se *session) adopt(kept Kept) error {
 	se.untold = s.Untold
 	se.backend.hold() // QEMU may have begun to stop the rings
 	goesOn := se.takeOver(&s, kept)
+	if !goesOn && se.srv.cfg.Sealed {
+		return errors.New("the device's state cannot be continued, and its driver does not begin anew on a connection")
+	}
 	if !goesOn || s.Untold {
 		se.untold = true
 		se.backend.configChanged(se.log) // waits for announce, or until rings start
@@ -321,6 +336,9 @@ func (se *session) adoptRegion(k *keptRegion, files Kept) error {
 	id, err := se.fileOf(fd)
 	if err != nil {
 		return err
+	}
+	if se.srv.cfg.Sealed && !hostdriver.IsSolid(fd) {
+		return errors.New("pages can be taken out of its file")
 	}
 	if !slices.Contains(se.files, id) {
 		se.files = append(se.files, id)

@@ -30,11 +30,33 @@ func (se *session) fileOf(fd int) (fileID, error) {
 		if err != nil || seals&unix.F_SEAL_SHRINK == 0 {
 			return fileID{}, protoErr("memory file is no memfd that is sealed against shrinking")
 		}
-		if id := (fileID{st.Dev, st.Ino}); seals&unix.F_SEAL_SEAL != 0 && !se.knows(id) {
+		if id := (fileID{st.Dev, st.Ino}); seals&unix.F_SEAL_SEAL != 0 && !hostdriver.IsSolid(fd) && !se.knows(id) {
 			return fileID{}, protoErr("memory file has F_SEAL_SEAL, so it cannot be sealed against holes; leave that seal out")
 		}
 	}
 	return fileID{st.Dev, st.Ino}, nil
+}
+
+// giveMemory makes a memory file for a front end that is not trusted: memory that is safe to use and that the next
+// process can map. It does so once for a session. The file costs nothing before it is used.
+func (se *session) giveMemory(m *Message) ([]byte, error) {
+	size, err := ParseU64(m.Body)
+	if err != nil {
+		return nil, err
+	}
+	if se.gave {
+		return nil, refuse("the front end has got a memory file already")
+	}
+	if err := se.fits([]Region{{Size: size}}); err != nil {
+		return nil, fmt.Errorf("%w: %w", errRefused, err)
+	}
+	fd, err := hostdriver.NewFile(size)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errRefused, err)
+	}
+	se.gave = true
+	m.FDs = append(m.FDs, fd) // goes with the reply
+	return AppendU64(nil, size), nil
 }
 
 // A change of memory is atomic for the next process, which finds the old table in the state file or the new one
@@ -153,6 +175,9 @@ func (se *session) remMemReg(m *Message) error {
 func (se *session) admit(r mapped, fd int) error {
 	if err := se.mapRegion(r, fd); err != nil {
 		return err
+	}
+	if se.srv.cfg.Sealed && !hostdriver.IsSolid(fd) {
+		se.abandon() // the next process cannot map a file that is sealed
 	}
 	if !slices.Contains(se.files, r.file) {
 		se.files = append(se.files, r.file)

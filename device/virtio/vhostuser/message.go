@@ -42,6 +42,11 @@ const (
 	ReqGetStatus           Request = 40
 )
 
+// ReqGetMemory asks for a memory file: a private extension, for front ends that are not trusted (ProtoMemory). The
+// request is the size in bytes; the reply repeats it and carries the descriptor, or is empty. The front end then shares
+// regions of the file as it would of its own.
+const ReqGetMemory Request = 1 << 20
+
 // BackendConfigChange is VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the only message that the back end sends on its own
 // channel.
 const BackendConfigChange Request = 2
@@ -57,6 +62,7 @@ const (
 	ProtoResetDevice       = 1 << 13
 	ProtoConfigureMemSlots = 1 << 15
 	ProtoStatus            = 1 << 16
+	ProtoMemory            = 1 << 62 // private: ReqGetMemory
 )
 
 // Bits of a header's flags word.
@@ -133,6 +139,7 @@ type rule struct {
 	vringFD          bool   // the body says whether there is one
 	proto            uint64 // required protocol feature, 0 if none
 	replies          bool   // has a reply of its own
+	gives            bool   // with a descriptor
 }
 
 var rules = map[Request]rule{
@@ -165,6 +172,7 @@ var rules = map[Request]rule{
 	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize,
 		proto: ProtoConfigureMemSlots}, ReqSetStatus: {name: "SET_STATUS", minSize: 8, maxSize: 8, proto: ProtoStatus},
 	ReqGetStatus: {name: "GET_STATUS", proto: ProtoStatus, replies: true},
+	ReqGetMemory: {name: "GET_MEMORY", minSize: 8, maxSize: 8, proto: ProtoMemory, replies: true, gives: true},
 }
 
 // String is the request's name in the specification.
@@ -192,11 +200,13 @@ func (h Header) Check() error {
 	return nil
 }
 
-// NumFDs returns how many descriptors a message with that body comes with. None belong to replies, nor to messages of
-// the back end.
+// NumFDs returns how many descriptors a message with that body comes with. None belong to replies but
+// GET_MEMORY's, nor to messages of the back end.
 func (h Header) NumFDs(body []byte) int {
 	r := rules[h.Request]
 	switch {
+	case h.Flags&FlagReply != 0 && r.gives && len(body) > 0:
+		return 1
 	case h.Flags&FlagReply != 0:
 		return 0
 	case h.Request == ReqSetMemTable && len(body) >= tableHeader:

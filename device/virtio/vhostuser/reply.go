@@ -97,6 +97,17 @@ func (se *session) conclude(m *Message, reply []byte, waits bool) error {
 	return nil
 }
 
+// give takes m out of the socket and replies with the descriptor that was added to m. The pipe holds no descriptors: if
+// this process is killed between the two steps, the front end, whose rings have not started yet, waits in vain.
+func (se *session) give(m *Message, reply []byte) error {
+	defer m.Close()
+	if err := se.t.Take(m); err != nil {
+		return err
+	}
+	se.again = false
+	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply, m.FDs...)
+}
+
 // sendFrom moves all that is in a pipe to the socket. If the peer does not read, it fails after a timeout.
 func (t *Transport) sendFrom(pipe int) error {
 	raw, err := t.c.SyscallConn()

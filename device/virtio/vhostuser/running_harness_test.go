@@ -204,7 +204,8 @@ type daemon struct {
 	log  *testlog.Log
 	c    *vhostuser.Continuity
 	dev  *lasting
-	mute bool // the next devices have no journal
+	mute bool   // the next devices have no journal
+	most uint64 // bytes that front ends may share, which are not trusted; 0: they are
 	srv  *vhostuser.Server
 }
 
@@ -237,7 +238,7 @@ func (d *daemon) start(kept vhostuser.Kept) {
 	d.log, d.c, d.dev = &testlog.Log{}, &vhostuser.Continuity{}, newLasting()
 	d.dev.mute = d.mute
 	srv, err := vhostuser.Listen(vhostuser.Config{Path: d.path, KeepAs: "hca/one", Keeper: d.via, Kept: kept,
-		Continuity: d.c, Log: d.log.Logger()}, d.dev, 9)
+		Continuity: d.c, Log: d.log.Logger(), MaxMemory: d.most, Sealed: d.most > 0}, d.dev, 9)
 	if err != nil {
 		d.t.Fatal(err)
 	}

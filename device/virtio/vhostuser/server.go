@@ -43,7 +43,9 @@ type Config struct {
 	// MaxMemory bounds the bytes that the front end may share; 0: no limit. Sealed accepts only memory files that
 	// cannot shrink, which are memfds, and seals them against holes and new writable mappings when the first ring
 	// starts: for front ends that are not trusted (with a file of a slow or hostile file system, or one from which
-	// pages are taken, the device would wait).
+	// pages are taken, the device would wait). With a Keeper it also offers memory files that are safe from the
+	// beginning (ReqGetMemory). A connection with other memory is not kept: the next process could not map that. One
+	// that is kept is continued with the device's state, or ended: such drivers do not begin anew on it.
 	MaxMemory uint64
 	Sealed    bool
 	// SlotName, if set, names an epoch's reader slot, for messages about memory whose release takes long.
@@ -125,6 +127,9 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	}
 	if dev.ConfigSize() > 0 {
 		s.protos |= ProtoConfig
+	}
+	if cfg.Sealed && cfg.Keeper != nil {
+		s.protos |= ProtoMemory
 	}
 	if _, ok := dev.(virtio.NetDevice); ok {
 		s.protos |= ProtoRARP | ProtoMTU

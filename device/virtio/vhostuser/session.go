@@ -37,6 +37,7 @@ type session struct {
 
 	warnedMemory bool // logged that no memory is shared
 	sealed       bool // the memory files are sealed against holes, see seal
+	gave         bool // a memory file, see giveMemory
 
 	backend backend
 	pipe    int            // for replies, see reply.go; -1: none
@@ -235,6 +236,9 @@ func (se *session) handle(m *Message) error {
 	case !ru.replies:
 		reply = AppendU64(nil, 0)
 	}
+	if len(m.FDs) > 0 && ru.gives {
+		return se.give(m, reply)
+	}
 	return se.conclude(m, reply, waits)
 }
 
@@ -278,6 +282,8 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		return nil, se.addMemReg(m)
 	case ReqRemMemReg:
 		return nil, se.remMemReg(m)
+	case ReqGetMemory:
+		return se.giveMemory(m)
 	case ReqSetBackendReqFD:
 		return nil, se.setChannel(m.TakeFD(0))
 	case ReqGetConfig:

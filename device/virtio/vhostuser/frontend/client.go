@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 )
 
@@ -62,6 +64,12 @@ func (c *Client) Finish() error { return c.t.CloseWrite() }
 // Do sends a request. If the request has a reply, or acknowledgements were negotiated, Do waits for it and returns a
 // copy of the reply's payload.
 func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...int) ([]byte, error) {
+	b, _, err := c.exchange(req, hasReply, body, fds...)
+	return b, err
+}
+
+// exchange is Do. It also returns the descriptor of a reply that carries one, which the caller owns; -1: none.
+func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds ...int) (b []byte, fd int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	h := vhostuser.Header{Request: req, Flags: vhostuser.FlagVersion}
@@ -69,34 +77,37 @@ func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...in
 		h.Flags |= vhostuser.FlagNeedReply
 	}
 	if err := c.t.Send(h, body, fds...); err != nil {
-		return nil, fmt.Errorf("frontend: %w", err)
+		return nil, -1, fmt.Errorf("frontend: %w", err)
 	}
 	if !hasReply && !c.ack {
-		return nil, nil
+		return nil, -1, nil
 	}
-	err := c.t.Recv(&c.reply, func(h vhostuser.Header) error {
+	err = c.t.Recv(&c.reply, func(h vhostuser.Header) error {
 		if h.Request != req || h.Flags&vhostuser.FlagReply == 0 {
 			return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
 		}
 		return nil
 	})
 	if errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("%w after %v", ErrClosed, req)
+		return nil, -1, fmt.Errorf("%w after %v", ErrClosed, req)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("frontend: reply to %v: %w", req, err)
+		return nil, -1, fmt.Errorf("frontend: reply to %v: %w", req, err)
 	}
 	if hasReply {
-		return append([]byte(nil), c.reply.Body...), nil
+		if fd = -1; len(c.reply.FDs) > 0 {
+			fd = c.reply.TakeFD(0)
+		}
+		return append([]byte(nil), c.reply.Body...), fd, nil
 	}
 	code, err := vhostuser.ParseU64(c.reply.Body)
 	if err != nil {
-		return nil, err
+		return nil, -1, err
 	}
 	if code != 0 {
-		return nil, &RefusedError{Request: req, Code: code}
+		return nil, -1, &RefusedError{Request: req, Code: code}
 	}
-	return nil, nil
+	return nil, -1, nil
 }
 
 func (c *Client) getU64(req vhostuser.Request) (uint64, error) {
@@ -229,6 +240,18 @@ func (c *Client) SetVringErr(i, fd int) error { return c.setFD(vhostuser.ReqSetV
 func (c *Client) SetBackendReqFD(fd int) error {
 	_, err := c.Do(vhostuser.ReqSetBackendReqFD, false, nil, fd)
 	return err
+}
+
+// GetMemory is GET_MEMORY: it returns the descriptor of a memory file of that many bytes, which the caller owns.
+func (c *Client) GetMemory(size uint64) (fd int, err error) {
+	b, fd, err := c.exchange(vhostuser.ReqGetMemory, true, vhostuser.AppendU64(nil, size))
+	if err == nil && (fd < 0 || len(b) == 0) {
+		err = &RefusedError{Request: vhostuser.ReqGetMemory}
+	}
+	if err != nil && fd >= 0 {
+		_ = unix.Close(fd)
+	}
+	return fd, err
 }
 
 // GetConfig reads len(dst) bytes of configuration space from off on.

@@ -18,7 +18,7 @@ import (
 // Config describes a connection.
 type Config struct {
 	Path   string  // the back end's socket
-	Memory *Memory // owned by the caller; close it after the device
+	Memory *Memory // owned by the caller, may be planned only; close it after the device
 
 	Features  uint64 // features to accept if offered, beside VERSION_1, EVENT_IDX and INDIRECT_DESC
 	Refuse    uint64 // features not to accept, whatever is offered
@@ -46,7 +46,7 @@ type Device struct {
 
 // wantProto are the protocol features that this front end understands.
 const wantProto = vhostuser.ProtoMQ | vhostuser.ProtoReplyAck | vhostuser.ProtoBackendReq | vhostuser.ProtoConfig |
-	vhostuser.ProtoResetDevice | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoStatus
+	vhostuser.ProtoResetDevice | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoStatus | vhostuser.ProtoMemory
 
 // Open connects, negotiates, passes the memory and starts the queues, in QEMU's order.
 func Open(ctx context.Context, cfg Config) (_ *Device, err error) {
@@ -152,7 +152,25 @@ func (d *Device) negotiate(cfg Config) error {
 			return fmt.Errorf("frontend: back end does not accept features %#x", d.features)
 		}
 	}
+	if err := d.makeMemory(); err != nil {
+		return err
+	}
 	return d.setMemory()
+}
+
+// makeMemory gives planned memory a file, of the back end if that offers it (vhostuser.ReqGetMemory).
+func (d *Device) makeMemory() error {
+	switch {
+	case d.mem.fd >= 0:
+		return nil
+	case d.proto&vhostuser.ProtoMemory == 0:
+		return d.mem.Make()
+	}
+	fd, err := d.client.GetMemory(d.mem.size)
+	if err != nil {
+		return err
+	}
+	return d.mem.use(fd)
 }
 
 func (d *Device) setMemory() error {

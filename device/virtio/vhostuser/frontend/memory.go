@@ -30,7 +30,8 @@ type Range struct {
 // Memory is a guest memory of one or more ranges, all in one memfd of fixed size. Bytes and Uint32 are safe for any
 // goroutine until Close; Alloc and Free lock.
 type Memory struct {
-	fd      int
+	fd      int    // -1: none yet, or closed
+	size    uint64 // of all ranges
 	regions []region
 
 	mu   sync.Mutex
@@ -45,41 +46,69 @@ type region struct {
 
 // NewMemory makes a zeroed memory with the given ranges (multiples of 4096, disjoint).
 func NewMemory(ranges ...Range) (*Memory, error) {
+	m, err := PlanMemory(ranges...)
+	if err == nil {
+		err = m.Make()
+	}
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// PlanMemory is NewMemory without a file: Open gets one from the back end if that offers one, or makes it. Before that,
+// there is nothing to allocate.
+func PlanMemory(ranges ...Range) (*Memory, error) {
 	m := &Memory{fd: -1}
-	var total uint64
 	for _, r := range ranges {
 		if r.Size == 0 || (uint64(r.PA)|r.Size)%pageSize != 0 {
 			return nil, fmt.Errorf("frontend: range PA %#x size %#x, want multiples of %d", uint64(r.PA), r.Size, pageSize)
 		}
 		m.regions = append(m.regions, region{Region: vhostuser.Region{
-			GuestPA: uint64(r.PA), Size: r.Size, UserAddr: userBase + uint64(r.PA), Offset: total,
+			GuestPA: uint64(r.PA), Size: r.Size, UserAddr: userBase + uint64(r.PA), Offset: m.size,
 		}})
-		total += r.Size
+		m.size += r.Size
 	}
+	return m, nil
+}
+
+// Make gives planned memory a file of its own. After an error the memory is closed.
+func (m *Memory) Make() error {
 	fd, err := unix.MemfdCreate("vnicd-guest", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
-		return nil, fmt.Errorf("frontend: memfd: %w", err)
+		return fmt.Errorf("frontend: memfd: %w", err)
 	}
-	m.fd = fd
-	if err := unix.Ftruncate(fd, int64(total)); err != nil {
-		m.Close()
-		return nil, fmt.Errorf("frontend: memfd of %d bytes: %w", total, err)
+	if err := unix.Ftruncate(fd, int64(m.size)); err != nil {
+		_ = unix.Close(fd)
+		return fmt.Errorf("frontend: memfd of %d bytes: %w", m.size, err)
 	}
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW); err != nil {
+		_ = unix.Close(fd)
+		return fmt.Errorf("frontend: seal memfd: %w", err)
+	}
+	return m.use(fd)
+}
+
+// use maps the file, which it takes over. After an error the memory is closed.
+func (m *Memory) use(fd int) error {
+	m.fd = fd
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil || uint64(st.Size) < m.size {
 		m.Close()
-		return nil, fmt.Errorf("frontend: seal memfd: %w", err)
+		return fmt.Errorf("frontend: a memory file of %d bytes (%v), want %d", st.Size, err, m.size)
 	}
 	for i := range m.regions {
 		r := &m.regions[i]
+		var err error
 		r.data, err = unix.Mmap(fd, int64(r.Offset), int(r.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 		if err != nil {
 			m.Close()
-			return nil, fmt.Errorf("frontend: map %d bytes: %w", r.Size, err)
+			return fmt.Errorf("frontend: map %d bytes: %w", r.Size, err)
 		}
 		m.free = append(m.free, Range{PA: translate.PA(r.GuestPA), Size: r.Size})
 	}
 	sort.Slice(m.free, func(i, j int) bool { return m.free[i].PA < m.free[j].PA })
-	return m, nil
+	return nil
 }
 
 // Close unmaps the memory. Slices from Bytes become invalid.

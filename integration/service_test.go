@@ -99,7 +99,7 @@ func testService(u *user, t *testing.T) {
 	t.Logf("capabilities and confinement of the daemon:\n%s",
 		strings.Join(regexp.MustCompile(`(?m)^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):.*$`).FindAllString(status, -1),
 			"\n"))
-	const keeps = 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE
+	const keeps = 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_LINUX_IMMUTABLE
 	want, bound := fmt.Sprintf("%016x", keeps), fmt.Sprintf("%016x", keeps|1<<unix.CAP_BPF)
 	for _, l := range []string{"CapInh:\t" + want, "CapPrm:\t" + want, "CapEff:\t" + want, "CapBnd:\t" + bound,
 		"CapAmb:\t" + want, "NoNewPrivs:\t1", "Seccomp:\t2"} {

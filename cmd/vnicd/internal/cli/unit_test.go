@@ -73,7 +73,7 @@ func TestUnitCapabilities(t *testing.T) {
 	}
 	unit := string(text)
 	caps := setting(t, unit, "AmbientCapabilities")
-	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE CAP_BPF" ||
+	if caps != setting(t, unit, "CapabilityBoundingSet") || caps != "CAP_NET_ADMIN CAP_NET_BIND_SERVICE CAP_LINUX_IMMUTABLE CAP_BPF" ||
 		setting(t, unit, "NoNewPrivileges") != "yes" {
 		t.Fatalf("the unit's capabilities are %s", caps)
 	}
@@ -169,7 +169,8 @@ func TestUnitCapabilities(t *testing.T) {
 	if err != nil || len(threads) < 3 {
 		t.Fatalf("threads %v, %v", threads, err)
 	}
-	want := fmt.Sprintf("%016x", 1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE)
+	want := fmt.Sprintf("%016x",
+		1<<unix.CAP_NET_ADMIN|1<<unix.CAP_NET_BIND_SERVICE|1<<unix.CAP_LINUX_IMMUTABLE)
 	for _, thread := range threads {
 		status, err := os.ReadFile(thread)
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {

@@ -20,7 +20,7 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// keptDaemon is `vnicd run --keep` as an installed program, with two VMs.
+// keptDaemon is `vnicd run --keep` as an installed program.
 type keptDaemon struct {
 	*testing.T
 	dir, program, config string
@@ -28,18 +28,24 @@ type keptDaemon struct {
 	log                  testlog.Log
 }
 
+// newKeptDaemon starts one with two VMs.
 func newKeptDaemon(t *testing.T) *keptDaemon {
+	return keptDaemonOf(t, `
+vms:
+  - {name: one, network: blue, mac: "02:00:00:00:00:01"}
+  - {name: two, network: blue, mac: "02:00:00:00:00:02"}
+`)
+}
+
+// keptDaemonOf starts one with a network and what more the configuration says, by the command before, if there is one.
+func keptDaemonOf(t *testing.T, more string, before ...string) *keptDaemon {
 	k := &keptDaemon{T: t, dir: t.TempDir()}
 	t.Setenv(asVNICD, "1")
 	k.program, k.config = filepath.Join(k.dir, "vnicd"), filepath.Join(k.dir, "vnicd.yaml")
 	k.install(os.Args[0])
-	yaml := fmt.Sprintf("run-dir: %s/run\nshort-path: false\nnetworks: [{name: blue, vni: 100}]\nvms:\n"+
-		"  - {name: one, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: two, network: blue, mac: \"02:00:00:00:00:02\"}\n",
-		k.dir)
-	if err := os.WriteFile(k.config, []byte(yaml), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	k.keeper = exec.Command(k.program, "-c", k.config, "run", "--keep")
+	k.configure(more)
+	command := append(before, k.program, "-c", k.config, "run", "--keep")
+	k.keeper = exec.Command(command[0], command[1:]...)
 	k.keeper.Stdout, k.keeper.Stderr = &k.log, &k.log
 	if err := k.keeper.Start(); err != nil {
 		t.Fatal(err)
@@ -66,6 +72,15 @@ func newKeptDaemon(t *testing.T) *keptDaemon {
 	})
 	testutil.Eventually(t, "the daemon is ready", func() bool { return strings.Contains(k.log.String(), "ready") })
 	return k
+}
+
+// configure writes the configuration.
+func (k *keptDaemon) configure(more string) {
+	k.Helper()
+	yaml := fmt.Sprintf("run-dir: %s/run\nshort-path: false\nnetworks: [{name: blue, vni: 100}]\n%s", k.dir, more)
+	if err := os.WriteFile(k.config, []byte(yaml), 0o644); err != nil {
+		k.Fatal(err)
+	}
 }
 
 // install replaces the program by a copy of a file.

@@ -81,6 +81,8 @@ type Daemon struct {
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
 
+	cannotKeep error // why applications' connections cannot be kept; nil: they can, or there is no keeper
+
 	blameless bool // the previous vnicd did not end by a fault of its own
 	resends   resends
 
@@ -128,8 +130,8 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 	d.continuity.Resumed = func() { d.resends.Go(d.resend) }
 	d.blameless = d.watchCrash()
 	steps := []func() error{
-		d.makeRunDir, d.makeLoops, d.protect, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.makeVMs,
-		d.serve,
+		d.makeRunDir, d.makeLoops, d.protect, d.makeVTEP, d.renounce, d.makeEVPN, d.makeNetworks, d.watchHost, d.checkFiles,
+		d.makeVMs, d.serve,
 	}
 	for _, step := range steps {
 		if err := step(); err != nil {
@@ -141,7 +143,8 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 	left := d.kept.Drop(&d.store)
 	d.mu.Unlock()
 	if len(left) > 0 {
-		log.Warn("VMs of the previous vnicd are not in the configuration: their HCAs stay dead", "sockets", left)
+		log.Warn("VMs or applications of the previous vnicd are not in the configuration: their HCAs stay dead", "sockets",
+			left)
 	}
 	return d, nil
 }

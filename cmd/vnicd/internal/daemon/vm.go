@@ -6,6 +6,8 @@ import (
 	"strings"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/loop"
@@ -96,6 +98,11 @@ func (v *vm) open(d *Daemon) (err error) {
 		QPs: c.Limits.QPs, CQs: c.Limits.CQs, MRs: c.Limits.MRs, AHs: c.Limits.AHs, MTTs: c.Limits.Pages,
 		Messages: c.Limits.Messages, Memory: c.Limits.HostMemory,
 	}
+	keeper := d.keeper()
+	if c.Application != nil && d.cannotKeep != nil {
+		keeper = nil
+		log.Warn("the application's connection will end with this vnicd", "reason", d.cannotKeep)
+	}
 	account, err := hca.NewAccount(limits)
 	if err != nil {
 		return err
@@ -114,7 +121,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		Log: log.Named("hca"), DataPath: &hca.DataPath{LocalCopy: d.cfg.Debug.LocalCopy, ECN: d.cfg.ECN,
 			SelectiveRepeat: d.cfg.Debug.SelectiveRepeat},
 		Limits: limits, Account: account, Work: v.work,
-		Journal: d.cfg.Journal && d.keeper() != nil && c.Application == nil,
+		Journal: d.cfg.Journal && keeper != nil,
 	}); err != nil {
 		return err
 	}
@@ -142,24 +149,37 @@ func (v *vm) open(d *Daemon) (err error) {
 		Path: d.cfg.HCASocket(c), Mode: d.cfg.SocketPermission(c), Owner: c.Owner, Log: log, VMs: d.gvms,
 		Attribute: &v.attribute, Budget: v.budget, Work: v.work, SlotName: d.slotName,
 	}
+	kept := socket
 	if !d.cfg.Debug.GuestFeatures {
-		socket.Hide = abi.Features
+		kept.Hide = abi.Features
 	}
+	kept.Keeper, kept.KeepAs, kept.Kept = keeper, "hca/"+c.Name, d.kept
+	kept.Continuity, kept.Blameless = &d.continuity, d.blameless
 	if a := c.Application; a != nil {
-		socket.MaxMemory, socket.Sealed = a.Memory, true
-		return v.listen(socket, v.hca)
+		kept.KeepAs, kept.MaxMemory, kept.Sealed = "app/"+c.Name, a.Memory, true
+		return v.listen(kept, v.hca)
 	}
 	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not
 	// survive the end of its connection.
-	plain := socket
-	plain.Path, plain.Hide = d.cfg.NetSocket(c), 0
-	plain.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	if err := v.listen(plain, v.net); err != nil {
+	socket.Path = d.cfg.NetSocket(c)
+	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
+	if err := v.listen(socket, v.net); err != nil {
 		return err
 	}
-	socket.Keeper, socket.KeepAs, socket.Kept = d.keeper(), "hca/"+c.Name, d.kept
-	socket.Continuity, socket.Blameless = &d.continuity, d.blameless
-	return v.listen(socket, v.hca)
+	return v.listen(kept, v.hca)
+}
+
+// checkFiles finds out whether connections of applications can be kept: whether this process can make memory files that
+// are safe to use and that the next one can map.
+func (d *Daemon) checkFiles() error {
+	if d.keeper() == nil {
+		return nil
+	}
+	fd, err := hostdriver.NewFile(translate.PageSize)
+	if d.cannotKeep = err; err == nil {
+		return unix.Close(fd)
+	}
+	return nil
 }
 
 // resends are goroutines that run resend, until end.

@@ -1,6 +1,6 @@
 // Package guestdrv is a user-space driver for the vnicd HCA. It does for programs on the host what the kernel module in
 // guestdrv/linux does in a guest (PF-4, MT-10). It uses the same device ABI (guestdrv/linux/vnicd_abi.h) over the same
-// vhost-user socket, as the front end, with its own sealed memfd in place of guest memory.
+// vhost-user socket, as the front end, with a memfd in place of guest memory.
 //
 // The daemon offers a socket for each entry of `applications` in its configuration. A program that may open it acts as
 // that application: one program at a time, within the application's limits.
@@ -57,6 +57,16 @@
 //
 // Open starts one goroutine per command, event and completion event queue, and two more; Device.Close stops and joins
 // them, and unmaps the memory: stop posting, polling and using buffers first. Pending commands and waits fail with
-// ErrClosed. If vnicd ends, they fail with ErrDisconnected. Posting methods and Poll do not notice it: see
-// Device.Done.
+// ErrClosed. If vnicd ends the connection, they fail with ErrDisconnected. Posting methods and Poll do not notice it:
+// see Device.Done.
+//
+// # When vnicd is restarted
+//
+// Under systemd or `vnicd run --keep` a device outlives the vnicd that serves it, also one that is killed: the next one
+// continues all objects and connections, and each request completes once (CO-1, CO-2). The program notices a pause.
+// Requests that it posts meanwhile, and commands, wait for the next vnicd; contexts and Config.Timeout apply as always,
+// and end one command, not the device. Device.Close waits for up to ten seconds then. Peers repeat what they miss for
+// as long as ConnectOptions.Timeout and RetryCnt say: vnicd for 1.6 s by default, and twice as long with a Timeout that
+// is higher by one. Open fails while no vnicd runs. The device ends with ErrDisconnected if vnicd is run otherwise or
+// lacks CAP_LINUX_IMMUTABLE, and if the next vnicd does not accept what the device has or does not offer its socket.
 package guestdrv

@@ -29,14 +29,15 @@ serves them until SIGINT or SIGTERM. SIGHUP acts as "vnicd reload". Each VM has 
 sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca, to which its QEMU may connect at any time.
 
 TAP ports and WireGuard need CAP_NET_ADMIN, BGP on its standard port
-CAP_NET_BIND_SERVICE, and the short path of TAP ports CAP_BPF at the start, which vnicd
+CAP_NET_BIND_SERVICE, connections of host applications that outlive vnicd
+CAP_LINUX_IMMUTABLE, and the short path of TAP ports CAP_BPF at the start, which vnicd
 then drops. Everything else runs without privileges. Once started, the process cannot
 start programs, load others into the kernel, mount, trace or use keyrings (seccomp(2)).
 BGP and monitoring run in processes without rights, vnicd-bgp and vnicd-monitoring, which
 vnicd starts again if they end; vnicd-spawner starts them.
 
 Without systemd, such as in a container, use --keep. The process then starts the daemon
-as its child, holds the VMs' connections while the daemon is replaced, and starts it
+as its child, holds the connections of VMs and host applications while the daemon is replaced, and starts it
 again if it ends by a crash. "vnicd upgrade", or SIGUSR2, replaces the daemon by the
 program that is installed then; if that does not come up, the previous one runs again.`,
 		Args: args(cobra.NoArgs),

@@ -195,6 +195,7 @@ func (se *session) takeOver(s *keptState, kept Kept) bool {
 		se.dropParts(parts)
 		se.follow() // then: a keeper does not store the second name of an open file
 	}()
+	parts.others.drop(se.kept.to)
 	if h == nil {
 		return false
 	}
@@ -276,13 +277,14 @@ type handedParts struct {
 	rings   [][3]int    // kick, call, err
 	names   [][3]string // of these, behind the connection's name
 	own     Kept        // all of them, as they were kept
+	others  Kept        // that the state does not name
 }
 
-// takeParts takes them from what was kept. It drops those that the state does not name: of a process that died before
-// it had stored a state, or after.
+// takeParts takes them from what was kept, also those that the state does not name: of a process that died before it
+// had stored a state, or after.
 func (se *session) takeParts(h *handed, kept Kept) *handedParts {
 	p := &handedParts{context: -1, journal: -1, rings: make([][3]int, len(se.rings)),
-		names: make([][3]string, len(se.rings)), own: Kept{}}
+		names: make([][3]string, len(se.rings)), own: Kept{}, others: Kept{}}
 	take := func(name string) int {
 		if fd, ok := p.own[name]; ok {
 			return fd
@@ -312,19 +314,19 @@ func (se *session) takeParts(h *handed, kept Kept) *handedParts {
 	if h != nil {
 		p.context, p.journal = take(se.kept.context(h.Epoch)), take(se.kept.journal(h.Epoch))
 	}
-	old := Kept{}
 	for _, what := range append(ringFiles[:], "context", "journal") {
-		maps.Copy(old, kept.of(se.kept.part(what)))
+		maps.Copy(p.others, kept.of(se.kept.part(what)))
 	}
-	old.drop(se.kept.to)
 	return p
 }
 
 // dropParts closes them, and removes those from the keeper that are not in use.
 func (se *session) dropParts(p *handedParts) {
 	used := se.running.names(&se.kept)
-	for name, fd := range p.own {
+	for _, fd := range p.own {
 		_ = unix.Close(fd)
+	}
+	for name := range p.own {
 		if !slices.Contains(used, name) {
 			se.kept.forget(name)
 		}

@@ -72,11 +72,14 @@ func (k Kept) connection(name string) (*net.UnixConn, error) {
 
 // drop closes the remaining descriptors, and removes them from the keeper.
 func (k Kept) drop(keeper Keeper) {
-	for name, fd := range k {
+	for _, fd := range k {
 		_ = unix.Close(fd)
+	}
+	names := slices.Collect(maps.Keys(k))
+	clear(k)
+	for _, name := range names {
 		_ = keeper.Forget(name) // at worst the next process finds and drops it
 	}
-	clear(k)
 }
 
 // Drop closes the descriptors that no Listen has taken, and returns the names of their connections.
@@ -284,8 +287,10 @@ func (se *session) adopt(kept Kept) error {
 	}
 	files := kept.of(se.kept.name + "/memory")
 	defer func() { // the keeper has those of regions, and needs no others
-		for name, fd := range files {
+		for _, fd := range files {
 			_ = unix.Close(fd)
+		}
+		for name := range files {
 			if !slices.ContainsFunc(se.regions, func(r mapped) bool { return se.kept.memory(r.file) == name }) {
 				se.kept.forget(name)
 			}

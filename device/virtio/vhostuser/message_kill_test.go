@@ -109,6 +109,9 @@ func newMortal(t *testing.T, left ...int) (k *mortal, stop func()) {
 		}
 	})
 	return k, func() {
+		k.mu.Lock()
+		k.left = nil
+		k.mu.Unlock()
 		close(k.done)
 		wg.Wait()
 		for _, f := range undo {
@@ -137,16 +140,21 @@ func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
 	m := memory(t, regions...)
 	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, Features: echoFeature | features})
 	defer func() {
-		if t.Failed() {
-			t.Logf("killed at %q\n%s", k.died, k.logs)
-		}
 		stop()
+		if t.Failed() {
+			t.Logf("killed after %v: at %q\n%s", left, k.died, k.logs)
+		}
 	}()
 	if err != nil {
 		t.Errorf("set-up: %v", err)
 		return k.died
 	}
-	defer f.Close()
+	defer func() {
+		k.mu.Lock()
+		k.left = nil
+		k.mu.Unlock()
+		_ = f.Close()
+	}()
 	c := f.Client()
 	more := vhostuser.Region{GuestPA: 1 << 40, Size: 1 << 20, UserAddr: 1 << 45}
 	other := memory(t)

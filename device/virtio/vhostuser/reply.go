@@ -131,5 +131,8 @@ func (t *Transport) sendFrom(pipe int) error {
 			}
 		}
 	})
-	return t.stop(errors.Join(waited, err))
+	if waited != nil {
+		err = waited
+	}
+	return t.stop(err)
 }

@@ -65,7 +65,7 @@ func writeState(fd int, s *keptState) error {
 	if _, err := pwrite(fd, second, int64(half)); err != nil {
 		return err
 	}
-	if half == keptSize/2 && len(b) <= oldKeptSize/2 { // an older vnicd may have left a copy there
+	if half == keptSize/2 { // an older vnicd may have left a copy there; from now on the second half counts
 		if _, err := pwrite(fd, []byte{0}, oldKeptSize/2); err != nil {
 			return err
 		}
@@ -86,34 +86,38 @@ func halfOf(fd int) (int, error) {
 	return keptSize / 2, nil
 }
 
-// readState returns the state that was stored last.
+// readState returns the state that was stored last. If the first half is torn, it gets the state again, before the next
+// write may be torn in the second one.
 func readState(fd int) (keptState, error) {
-	s, err := stateAt(fd, 0, markOff)
+	s, _, err := stateAt(fd, 0)
 	for _, half := range []int64{oldKeptSize / 2, keptSize / 2} { // an older vnicd may have written last
-		if errors.Is(err, errTorn) {
-			s, err = stateAt(fd, half, markOff)
+		if !errors.Is(err, errTorn) {
+			break
+		}
+		var b []byte
+		if s, b, err = stateAt(fd, half); err == nil {
+			_, err = pwrite(fd, b, 0)
 		}
 	}
 	return s, err
 }
 
-func stateAt(fd int, off, n int64) (s keptState, err error) {
-	b, err := io.ReadAll(io.NewSectionReader(stateFile(fd), off, n))
-	if err != nil {
-		return s, err
+// stateAt returns the state at an offset of the file, also in its encoded form.
+func stateAt(fd int, off int64) (s keptState, b []byte, err error) {
+	if b, err = io.ReadAll(io.NewSectionReader(stateFile(fd), off, markOff)); err != nil {
+		return s, nil, err
 	}
+	summed := bytes.HasPrefix(b, []byte(sumPrefix))
 	dec := json.NewDecoder(bytes.NewReader(b))
 	err = dec.Decode(&s)
-	if !bytes.HasPrefix(b, []byte(sumPrefix)) {
-		if off > 0 {
-			err = errTorn // copies have had sums from the beginning
-		}
-		return s, err
+	b = b[:dec.InputOffset()]
+	switch {
+	case !summed && off == 0: // the very first versions; copies have had sums from the beginning
+		return s, b, err
+	case !summed || err != nil || len(b) < len(sumPrefix)+sumLen || sumOf(b) != s.Sum:
+		return keptState{}, nil, errTorn
 	}
-	if end := int(dec.InputOffset()); err != nil || end < len(sumPrefix)+sumLen || sumOf(b[:end]) != s.Sum {
-		return keptState{}, errTorn
-	}
-	return s, nil
+	return s, b, nil
 }
 
 // stateFile is an io.ReaderAt of the state file.

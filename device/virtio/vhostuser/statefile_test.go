@@ -89,6 +89,7 @@ func TestTornStates(t *testing.T) {
 					if done = err == nil; err != nil && !errors.Is(err, errKilled) {
 						t.Fatal(err)
 					}
+					pwrite = was
 					s, err := readState(fd)
 					if err != nil || s.Protocol != n && (done || s.Protocol != old) {
 						t.Fatalf("state %d, kill %d: got %d, want %d or %d: %v", i, kills, s.Protocol, old, n, err)
@@ -110,6 +111,62 @@ func TestTornStates(t *testing.T) {
 				t.Errorf("the mark is %d, %v", b[0], err)
 			}
 		})
+	}
+}
+
+// TestTornTwice: so may the next process, and the one after it, while they write.
+func TestTornTwice(t *testing.T) {
+	was := pwrite
+	defer func() { pwrite = was }()
+	errKilled := errors.New("killed")
+	// within calls f in a process that may write so many pages.
+	within := func(pages int, f func() error) error {
+		pwrite = func(fd int, b []byte, off int64) (int, error) {
+			for k := 0; k < len(b); k += 4096 {
+				if pages--; pages < 0 {
+					return 0, errKilled
+				}
+				if _, err := unix.Pwrite(fd, b[k:min(k+4096, len(b))], off+int64(k)); err != nil {
+					return 0, err
+				}
+			}
+			return len(b), nil
+		}
+		defer func() { pwrite = was }()
+		return f()
+	}
+	for _, size := range []int64{keptSize, oldKeptSize} {
+		state := func(n uint64) *keptState {
+			s := largest(n)
+			if size == oldKeptSize {
+				s.Regions = s.Regions[:20]
+			}
+			return s
+		}
+		for first := range 16 {
+			for second := range 20 {
+				fd := stateFileOf(t, size)
+				if err := writeState(fd, state(1)); err != nil {
+					t.Fatal(err)
+				}
+				_ = within(first, func() error { return writeState(fd, state(2)) })
+				err := within(second, func() error {
+					s, err := readState(fd)
+					if err == nil {
+						err = writeState(fd, state(s.Protocol+10))
+					}
+					return err
+				})
+				if err != nil && !errors.Is(err, errKilled) {
+					t.Fatal(err)
+				}
+				s, err := readState(fd)
+				if err != nil || s.Protocol%10 != 1 && s.Protocol%10 != 2 || len(s.Regions) != len(state(1).Regions) {
+					t.Fatalf("size %d, kills after %d and %d pages: state %d, %d regions, %v", size, first, second, s.Protocol,
+						len(s.Regions), err)
+				}
+			}
+		}
 	}
 }
 
@@ -154,8 +211,24 @@ func TestOlderStates(t *testing.T) {
 			check(fd, n+2)
 		}
 	}
-	// A long state of this vnicd, of which the beginning is torn, is not taken for a copy of an older one.
+	// A kill at the beginning of a write over what an older one has left.
 	fd := stateFileOf(t, keptSize)
+	write(fd, &keptState{Protocol: 1}, false)
+	was := pwrite
+	defer func() { pwrite = was }()
+	pwrite = func(fd int, b []byte, off int64) (int, error) {
+		if off == 0 {
+			b = b[:4096]
+		}
+		return unix.Pwrite(fd, b, off)
+	}
+	if err := writeState(fd, largest(2)); err != nil {
+		t.Fatal(err)
+	}
+	pwrite = was
+	check(fd, 2)
+	// A long state of this vnicd, of which the beginning is torn, is not taken for a copy of an older one.
+	fd = stateFileOf(t, keptSize)
 	if err := writeState(fd, largest(1)); err != nil {
 		t.Fatal(err)
 	}

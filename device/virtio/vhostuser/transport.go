@@ -195,7 +195,10 @@ func (t *Transport) peek(at int, b []byte) (n int, err error) {
 		}
 		return true
 	})
-	return max(n, 0), errors.Join(waited, err)
+	if waited != nil {
+		err = waited
+	}
+	return max(n, 0), err
 }
 
 func setPeekOff(fd, off int) error {

@@ -148,8 +148,7 @@ func TestNonce(t *testing.T) {
 			for end := time.Now().Add(20 * time.Second); p.g.Describe().Paused && time.Now().Before(end); {
 				time.Sleep(time.Millisecond)
 			}
-			p.g.Device.driver.Lock() // the look has ended
-			p.g.Device.driver.Unlock()
+			p.g.lookForDriver() // returns when the timer's look has ended
 			p.dropped(t, gen)
 		})
 		for base, what := range map[uint16]string{7: "where it stopped", 0: "from 0"} {

@@ -61,7 +61,7 @@ type end struct {
 	arrived  atomic.Uint64 // messages received
 }
 
-func openEnd(ctx context.Context, socket, address string) (e *end, err error) {
+func attachEnd(ctx context.Context, socket, address string) (e *end, err error) {
 	e = &end{gid: guestdrv.IPGID(netip.MustParseAddr(address))}
 	if e.Device, err = guestdrv.Open(ctx, socket, guestdrv.Config{Memory: 16 << 20}); err != nil {
 		return nil, err
@@ -97,7 +97,7 @@ const remoteAll = guestdrv.AccessRemoteWrite | guestdrv.AccessRemoteRead | guest
 // end opens a socket, and closes the device at the end of the test.
 func (k *keptDaemon) end(ctx context.Context, name, address string) *end {
 	k.Helper()
-	e, err := openEnd(ctx, filepath.Join(k.dir, "run", name+".hca"), address)
+	e, err := attachEnd(ctx, filepath.Join(k.dir, "run", name+".hca"), address)
 	if err != nil {
 		k.Fatal(err)
 	}

@@ -67,8 +67,8 @@ type stand struct {
 	hosts          []*lab.Host
 	vms            []*qemu.Machine // the client's, the server's; on hosts[0] and on the last host
 	client, server lab.End
-	// rxe: the server's end is rxe. timeout is the exponent of its programs' retransmission timeout: rxe's retries must
-	// last until vnicd is back.
+	// rxe: the server's end is rxe. timeout is the exponent of stock programs' retransmission timeout: rxe's retries
+	// must last until vnicd is back.
 	rxe     bool
 	timeout int
 	nvmeEnd func() error

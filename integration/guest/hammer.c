@@ -503,7 +503,7 @@ void *hammer_run(void *arg)
 				     atomic(o) ? "atomic" : o->kind == IBV_WR_RDMA_READ ? "READ" : "WRITE", o->count,
 				     o->first, (unsigned long long)o->first * SECTOR, o->qp, opt.patience);
 		}
-		if (now_ms() > end) {
+		if (now_ms() > end || enough) {
 			h->sweeping = opt.cover;
 			h->ending = !opt.cover || h->next_read == h->cells;
 		}

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-outlive test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,13 +53,19 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestOutlive|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
+
+# Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md).
+SERIES = ^TestOutlive$$
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
-	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)' ./integration
+	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)' ./integration
 
 test-long: deps image build ## the VM tests that `make test` leaves out
 	$(GO) test -count=1 -timeout 170m -v -run '$(LONG)' ./integration
+
+test-outlive: deps image build ## a short series of kills, upgrades and pauses under verifying programs (ARGS="-kills=500 …")
+	$(GO) test -count=1 -timeout 12h -v -run '$(SERIES)' ./integration $(ARGS)
 
 # Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports

@@ -37,9 +37,10 @@ BGP and monitoring run in processes without rights, vnicd-bgp and vnicd-monitori
 vnicd starts again if they end; vnicd-spawner starts them.
 
 Without systemd, such as in a container, use --keep. The process then starts the daemon
-as its child, holds the connections of VMs and host applications while the daemon is replaced, and starts it
-again if it ends by a crash. "vnicd upgrade", or SIGUSR2, replaces the daemon by the
-program that is installed then; if that does not come up, the previous one runs again.`,
+as its child, holds the connections of VMs and host applications while the daemon is
+replaced, and starts it again if it ends by a crash. "vnicd upgrade", or SIGUSR2,
+replaces the daemon by the program that is installed then; if that does not come up, the
+previous one runs again.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			if keep {

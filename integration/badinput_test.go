@@ -150,10 +150,10 @@ func badGuests(ctx context.Context, t *testing.T, l *lab.Lab) {
 	check(t, h.Run(ctx,
 		"networks:\n  - {name: blue, vni: 100}\nvms:\n  - {name: vm1, network: blue, mac: \"02:00:00:00:00:01\"}\n  - {name: vm2, network: blue, mac: \"02:00:00:00:00:02\"}\n"))
 
-	// Build the module with another ABI version: the same source with one number changed.
+	// Build the module with another ABI version: the same source with two numbers changed.
 	src := filepath.Join(l.Dir, "other-abi")
 	_, err := (&harness.Namespace{}).Shell(ctx, fmt.Sprintf(
-		"cp -r '%s/guestdrv/linux' '%s' && sed -i 's/^#define VNICD_ABI_VERSION.*/#define VNICD_ABI_VERSION 99/' '%s/vnicd_abi.h'", l.Env.Root, src, src))
+		"cp -r '%s/guestdrv/linux' '%s' && sed -i 's/^#define VNICD_ABI_\\(VERSION\\|OLDEST\\).*/#define VNICD_ABI_\\1 99/' '%s/vnicd_abi.h'", l.Env.Root, src, src))
 	check(t, err)
 	check(t, l.Builder.Module(ctx, src, filepath.Join(l.Share, "other-abi")))
 

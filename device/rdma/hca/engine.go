@@ -195,6 +195,7 @@ func (e *engine) Poll(now int64) bool {
 	}
 	for turns := 0; e.first != nil && turns < pollTurns && budget > 0; turns++ {
 		if e.journal != nil && (len(e.journal.changed) > 0 || e.first.t.AwaitsCommit()) {
+			// A key that the next requests may tell a peer, or requests that a peer must have committed before it gets more.
 			if e.settle(); e.first == nil {
 				break
 			}

@@ -134,15 +134,16 @@ func (x *qpState) record(c *record.Codec) {
 func (x *qpState) recordHead(c *record.Codec) {
 	sq, rq := &x.sqIndices, &x.rqIndices
 	w := [...]uint64{
-		pair(sq.next, sq.done), pair(rq.next, rq.done), pair(x.patience, x.events), pair(x.faults[0], x.faults[1]),
+		record.Pair(sq.next, sq.done), record.Pair(rq.next, rq.done), record.Pair(x.patience, x.events),
+		record.Pair(x.faults[0], x.faults[1]),
 		record.Pack(&sq.stale, &rq.stale, &x.failing) | uint64(len(x.unposted))<<8 | uint64(len(x.past))<<32,
 	}
 	c.Words(w[:])
 	if c.Reading() {
-		unpair(w[0], &sq.next, &sq.done)
-		unpair(w[1], &rq.next, &rq.done)
-		unpair(w[2], &x.patience, &x.events)
-		unpair(w[3], &x.faults[0], &x.faults[1])
+		record.Unpair(w[0], &sq.next, &sq.done)
+		record.Unpair(w[1], &rq.next, &rq.done)
+		record.Unpair(w[2], &x.patience, &x.events)
+		record.Unpair(w[3], &x.faults[0], &x.faults[1])
 		record.Unpack(w[4], &sq.stale, &rq.stale, &x.failing)
 		n, past := int(w[4]>>8&0xffffff), int(w[4]>>32)
 		if n > mostUnposted || past > maxPast {
@@ -161,10 +162,6 @@ func (x *qpState) recordHead(c *record.Codec) {
 		x.past[i] = pastAtomic{w[0], w[1]}
 	}
 }
-
-func pair(low, high uint32) uint64 { return uint64(low) | uint64(high)<<32 }
-
-func unpair(w uint64, low, high *uint32) { *low, *high = uint32(w), uint32(w>>32) }
 
 func recordWC(c *record.Codec, w *abi.WC) {
 	var b [abi.SizeWC]byte

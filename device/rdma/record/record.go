@@ -189,6 +189,12 @@ func Unpack(w uint64, p ...*bool) {
 	}
 }
 
+// Pair returns a word of two numbers.
+func Pair(low, high uint32) uint64 { return uint64(low) | uint64(high)<<32 }
+
+// Unpair sets the numbers of a word that Pair has made.
+func Unpair(w uint64, low, high *uint32) { *low, *high = uint32(w), uint32(w>>32) }
+
 // Open begins a byte string, which is what is written until Close: its reader uses Sub.
 func (c *Codec) Open() (at int) {
 	c.b = append(c.b, 0, 0, 0, 0)

@@ -531,7 +531,7 @@ func sumSGEs(s []SGE) (n uint64) {
 func (r *responder) record(c *record.Codec, q *QP) {
 	failed, empty := r.fatal.syndrome != 0, r.emptyDue.hi != r.emptyDue.lo
 	flags := [...]*bool{&r.dropMessage, &r.haveRecv, &failed, &empty}
-	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), r.off, r.length, pair(uint32(r.rkey), r.msn), r.accepted,
+	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), r.off, r.length, record.Pair(uint32(r.rkey), r.msn), r.accepted,
 		uint64(r.op) | record.Pack(flags[:]...)<<8}
 	c.Words(w[:])
 	if c.Reading() {
@@ -559,8 +559,6 @@ func (r *responder) record(c *record.Codec, q *QP) {
 		r.emptyDue.record(c)
 	}
 }
-
-func pair(low, high uint32) uint64 { return uint64(low) | uint64(high)<<32 }
 
 // recordNumbers is record before version 4.
 func (r *responder) recordNumbers(c *record.Codec, q *QP) {

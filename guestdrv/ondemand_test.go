@@ -382,6 +382,11 @@ func TestFaultCommands(t *testing.T) {
 		const pages = 40 // all command slots are used
 		far := newArena(t, hb, 1<<30, pages, pages).register(allAccess)
 		buf, mr := ha.region(t, page, guestdrv.AccessLocalWrite)
+		// Each command slot is used, so its memory is present on the host: RESUME_FAULT would overtake a SET_MTT whose
+		// request must be fetched, and the operation would fault again.
+		for range pages {
+			hb.stat(t, guestdrv.StatFaultsResumed)
+		}
 		for i := range pages {
 			fill(buf.Bytes(), uint64(i))
 			a.post(t, &request{ID: 1, Opcode: guestdrv.WRRDMAWrite, Flags: guestdrv.SendSignaled,

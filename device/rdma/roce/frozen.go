@@ -14,6 +14,8 @@ import "github.com/vnicd/vnicd/device/rdma/wire"
 // endless retries, and for 7 of retry_cnt: such a peer gets its first RNR NAK when it has repeated a request a few
 // times, which it does no more often than retry_cnt allows.
 //
+// After Thaw it asks for requests that it has not answered.
+//
 // Responses that arrive are dropped. After Thaw the requester sends again what is unacknowledged, which is not charged
 // to retry_cnt: the peer was not silent, this side was.
 
@@ -130,8 +132,26 @@ func (q *QP) Thaw(now int64) {
 	if q.resp.stallUntil != 0 { // of a response during the pause
 		q.resp.stallUntil = now
 	}
-	if f.refused && q.state >= RTR && q.state != Err && q.resp.epsn-q.resp.ackPSN < psnHalf/2 {
-		q.resp.ackPending = true
-		q.wake()
+	switch {
+	case f.refused:
+		if q.state >= RTR && q.state != Err && q.resp.epsn-q.resp.ackPSN < psnHalf/2 {
+			q.resp.ackPending = true
+			q.wake()
+		}
+	case f.arrivals > 0:
+		q.Missed()
 	}
+}
+
+// Missed says that requests may have arrived for q that nobody has received. The responder asks, once, for the one that
+// it expects, so that the peer need not wait for its timeout: it sends again what is in flight. If that is nothing, it
+// ignores the NAK, as any response to no request (IBTA 9.7.5.1).
+func (q *QP) Missed() {
+	r := &q.resp
+	if q.closed || q.typ != RC || q.state < RTR || q.state == Err || r.fatal.syndrome != 0 || r.nak != 0 ||
+		q.faults.request.cause != waitNone || r.reorder.arrived.Any() {
+		return // it answers anyway
+	}
+	r.nak, r.nakSent = wire.NAKSequence, true
+	q.wake()
 }

@@ -61,7 +61,8 @@ SERIES = ^TestOutlive$$
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)' ./integration
 
-test-long: deps image build ## the VM tests that `make test` leaves out
+test-long: deps image build ## what `make test` leaves out: VM tests, and the crash harness with every point
+	$(GO) test -count=1 -timeout 60m -run '^TestCrash' ./device/rdma/hca -args -every-crash
 	$(GO) test -count=1 -timeout 170m -v -run '$(LONG)' ./integration
 
 test-outlive: deps image build ## a short series of kills, upgrades and pauses under verifying programs (ARGS="-kills=500 …")

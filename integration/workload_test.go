@@ -46,39 +46,94 @@ func start(ctx context.Context, t *testing.T, ps ...*guestProgram) []*guestProgr
 	return ps
 }
 
-// observation is what a program shows at a moment: numbers of progress (for ping also, behind a slash, of all requests)
-// and of faults.
+// observation is what a program shows: numbers of progress, when observe was called and now (for ping also, behind a
+// slash, of all requests), and of faults.
 type observation struct {
 	ended            bool
-	progress, faults string
+	was, now, faults string
 }
 
-// observe looks at all programs, with one command for each guest: in busy emulated guests a command takes a second.
-func observe(ctx context.Context, t *testing.T, ps []*guestProgram) []observation {
-	t.Helper()
-	all := make([]observation, len(ps))
-	scripts := map[*qemu.Machine]string{}
-	for i, p := range ps {
-		scripts[p.vm] += fmt.Sprintf("PID=%d; kill -0 $PID 2>/dev/null; echo \"%d|$?|$(%s)|$(%s)\"\n", p.PID(), i, p.progress,
-			p.faults)
-	}
-	for vm, script := range scripts {
-		for line := range strings.Lines(run(ctx, t, vm, script+"true")) {
-			f := strings.Split(strings.TrimSpace(line), "|")
-			i, err := strconv.Atoi(f[0])
-			check(t, err)
-			all[i] = observation{f[1] != "0", f[2], f[3]}
-		}
-	}
-	return all
-}
+type observations map[*guestProgram]observation
+
+// idle reports whether there was no progress.
+func (o observation) idle() bool { return amount(o.now) <= amount(o.was) }
 
 // amount is the number of operations, 0 if there is none yet.
-func (o observation) amount() int {
-	n, _, _ := strings.Cut(o.progress, "/")
-	v, _ := strconv.Atoi(n)
-	return v
+func amount(progress string) int {
+	s, _, _ := strings.Cut(progress, "/")
+	n, _ := strconv.Atoi(s)
+	return n
 }
+
+// observing is the part of observe that runs in a guest. `each` calls its argument for each program, with its index,
+// PID, progress and faults.
+const observing = `
+look() {
+	PID=$2; kill -0 $PID 2>/dev/null || ended=1
+	[ "$3" ] || return
+	now=$(eval "$3"); now=${now:-0}
+	eval ": \${was$1:=$now}; was=\$was$1"
+	[ "${now%%/*}" != "${was%%/*}" ] || idle=1
+}
+show() {
+	PID=$2; kill -0 $PID 2>/dev/null && state= || state=ended
+	eval "was=\$was$1"
+	echo "$1|$state|$was|$(eval "$3")|$(eval "$4")"
+}
+silence() { # PID OUT
+	n=$(grep -c ^silence $2); kill -USR1 $1 || return
+	while [ $(grep -c ^silence $2) = $n ]; do kill -0 $1 || return; sleep 0.1; done
+	grep ^silence $2 | tail -n 1
+}
+tries=0
+while ended= idle=; each look; [ "$idle" ] && [ ! "$ended" ] && [ $tries -lt 200 ]; do tries=$((tries + 1)); sleep 0.2; done
+each show
+`
+
+// observe waits, in the guests, until all programs have made progress since the call or one has ended, for a while, and
+// returns what they show then. silent is how long the queue pairs of the workload "counters" were
+// silent at most since it was asked for last, in ms, once all of them work: median, 90th percentile and maximum; nil
+// without that workload. There is one command for each guest, as it takes seconds in busy emulated ones.
+func observe(ctx context.Context, t *testing.T, ps []*guestProgram) (seen observations, silent []int) {
+	t.Helper()
+	each, last := map[*qemu.Machine]string{}, map[*qemu.Machine]string{}
+	for i, p := range ps {
+		each[p.vm] += fmt.Sprintf("$1 %d %d %s %s\n", i, p.PID(), quote(p.progress), quote(p.faults))
+		if p.name == "counters" {
+			last[p.vm] = fmt.Sprintf("[ \"$ended$idle\" ] || silence %d %s", p.PID(), p.out())
+		}
+	}
+	outs := make(chan string, len(each))
+	for vm, calls := range each {
+		go func() {
+			out, err := vm.Run(ctx, "each() {\n"+calls+"}\n"+observing+last[vm])
+			if err != nil {
+				out = err.Error()
+			}
+			outs <- out
+		}()
+	}
+	seen = observations{}
+	for range each {
+		for line := range strings.Lines(<-outs) {
+			ms := make([]int, 3)
+			if n, _ := fmt.Sscanf(line, "silence %d %d %d", &ms[0], &ms[1], &ms[2]); n == len(ms) {
+				silent = ms
+				continue
+			}
+			f := strings.Split(strings.TrimSpace(line), "|")
+			i, err := strconv.Atoi(f[0])
+			if err != nil || len(f) != 5 || i >= len(ps) {
+				t.Fatalf("the programs in a guest: %s", line)
+			}
+			seen[ps[i]] = observation{f[1] != "", f[2], f[3], f[4]}
+		}
+	}
+	return seen, silent
+}
+
+// quote returns s as a word of the shell.
+func quote(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
 
 // said returns the end of the program's output.
 func (p *guestProgram) said(ctx context.Context) string {
@@ -150,27 +205,6 @@ func countersLoad(ctx context.Context, t *testing.T, s *stand) (ps []*guestProgr
 	return start(ctx, t, ps...)
 }
 
-// silences returns how long the queue pairs of the workload "counters" were silent at most since the last call, in ms,
-// once all of them work: median, 90th percentile and maximum. Without that workload: nil.
-func silences(ctx context.Context, t *testing.T, ps []*guestProgram) []int {
-	t.Helper()
-	const script = `n=$(grep -c ^silence %[1]s); kill -USR1 %[2]d || exit
-until [ $(grep -c ^silence %[1]s) -gt $n ]; do kill -0 %[2]d || exit; sleep 0.1; done
-grep ^silence %[1]s | tail -n 1`
-	for _, p := range ps {
-		if p.name == "counters" {
-			ms := make([]int, 3)
-			_, err := fmt.Sscanf(run(ctx, t, p.vm, fmt.Sprintf(script, p.out(), p.PID())), "silence %d %d %d", &ms[0], &ms[1],
-				&ms[2])
-			if err != nil {
-				t.Fatalf("%s: %v: %s", p.name, err, p.said(ctx))
-			}
-			return ms
-		}
-	}
-	return nil
-}
-
 // odpLoad: odpstress, which compares every byte, with regions and buffers on demand whose owners release pages.
 func odpLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 	const opts = "-p 18600 -r 8 -H 240 -s 16384 -q 1 -k 4 "
@@ -237,12 +271,12 @@ func pingLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 }
 
 // lostPings returns the number of requests that had not been answered, or -1 without that workload.
-func lostPings(t *testing.T, ps []*guestProgram, seen []observation) int {
+func lostPings(t *testing.T, seen observations) int {
 	t.Helper()
-	for i, p := range ps {
+	for p, o := range seen {
 		if p.name == "ping" {
 			var received, sent int
-			_, err := fmt.Sscanf(seen[i].progress, "%d/%d", &received, &sent)
+			_, err := fmt.Sscanf(o.now, "%d/%d", &received, &sent)
 			check(t, err)
 			return sent - received
 		}

@@ -30,7 +30,7 @@ const (
 
 // ReconnectMS is the interval, in milliseconds, in which QEMU tries to reconnect a virtio-net to its back end. The
 // HCA's generic device must not reconnect, because QEMU 11.1 then aborts. Its connection outlives vnicd instead.
-const ReconnectMS = 500
+const ReconnectMS = 100
 
 // AgentPort is the virtio-serial port of QEMU's guest agent.
 const AgentPort = "org.qemu.guest_agent.0"

@@ -48,7 +48,7 @@ func TestArgs(t *testing.T) {
 		"-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0",
 		"-fsdev", "local,id=host,path=/src,security_model=none,readonly=on",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host,romfile=",
-		"-chardev", "socket,id=chr-nic0,path=/run/vm1.net,reconnect-ms=500",
+		"-chardev", "socket,id=chr-nic0,path=/run/vm1.net,reconnect-ms=100",
 		"-netdev", "vhost-user,id=net-nic0,chardev=chr-nic0,queues=4",
 		"-device",
 		"virtio-net-pci,id=nic0,netdev=net-nic0,mac=52:54:00:00:00:0a,romfile=,host_mtu=1450,rx_queue_size=1024,tx_queue_size=1024,mq=on,vectors=10",

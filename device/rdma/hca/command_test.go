@@ -598,6 +598,7 @@ func runFuzzCommands(t testing.TB, seed uint64, steps int) {
 
 // Random commands never break the tables.
 func TestCommandsRandom(t *testing.T) {
+	movesNoData(t)
 	for seed := range uint64(30) {
 		runFuzzCommands(t, seed, 600)
 	}

@@ -143,6 +143,7 @@ func TestContextAtZero(t *testing.T) {
 
 // Contexts that were damaged are refused, or describe a device that can be taken down; nothing of them is left (CO-7).
 func TestDamagedContext(t *testing.T) {
+	movesNoData(t)
 	w, g := furnished(t, 2)
 	good := saved(t, g)
 	rng := rand.New(rand.NewPCG(1, 2))

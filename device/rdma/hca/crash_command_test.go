@@ -124,9 +124,9 @@ func TestCrashInCommands(t *testing.T) {
 	if LocalPath || Journaled {
 		t.Skip("its devices have both anyway")
 	}
-	size := logSize
-	logSize = 256 << 10
-	defer func() { logSize = size }()
+	size, buffers := logSize, poolSize
+	logSize, poolSize = 256<<10, 128
+	defer func() { logSize, poolSize = size, buffers }()
 	step := 7
 	if *everyCrash {
 		step = 1

@@ -23,24 +23,20 @@ type corpse struct {
 	journal int
 }
 
-// remains copies what a process leaves that ends now.
+// remains copies what a process leaves that ends now: outside of the heap, where megabytes would cost the race detector
+// more than all else of a test.
 func (g *guest) remains() corpse {
 	g.tb.Helper()
-	from := g.Device.journal.file.FD()
-	var st unix.Stat_t
+	n := int(g.next - memBase)
+	mem, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		g.tb.Fatal(err)
+	}
+	g.tb.Cleanup(func() { _ = unix.Munmap(mem) })
+	copy(mem, g.mem)
 	fd, err := unix.MemfdCreate("journal", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err == nil {
-		err = unix.Fstat(from, &st)
-	}
-	if err == nil {
-		err = unix.Ftruncate(fd, st.Size)
-	}
-	b := make([]byte, st.Size)
-	if err == nil {
-		_, err = unix.Pread(from, b, 0)
-	}
-	if err == nil {
-		_, err = unix.Pwrite(fd, b, 0)
+		err = copyFile(fd, g.Device.journal.file.FD())
 	}
 	if err == nil {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
@@ -48,7 +44,33 @@ func (g *guest) remains() corpse {
 	if err != nil {
 		g.tb.Fatal(err)
 	}
-	return corpse{bytes.Clone(g.mem[:g.next-memBase]), fd}
+	return corpse{mem, fd}
+}
+
+// copyFile makes the file to like from, with its holes.
+func copyFile(to, from int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(from, &st); err != nil {
+		return err
+	}
+	if err := unix.Ftruncate(to, st.Size); err != nil {
+		return err
+	}
+	for end := int64(0); ; {
+		at, err := unix.Seek(from, end, unix.SEEK_DATA)
+		if err == unix.ENXIO { // only a hole is left
+			return nil
+		}
+		if err == nil {
+			end, err = unix.Seek(from, at, unix.SEEK_HOLE)
+		}
+		for there := at; err == nil && at < end; {
+			_, err = unix.CopyFileRange(from, &at, to, &there, int(end-at), 0)
+		}
+		if err != nil {
+			return err
+		}
+	}
 }
 
 // replace ends g's device without a trace, gives the guest the memory of c, and lets a new device revive it. The test
@@ -363,6 +385,7 @@ func (c *crash) check() {
 		}
 	}
 	gb := c.w.guests[1]
+	zero := make([]byte, c.size)
 	for i := range c.n {
 		if op := c.opOf(i); op == abi.WRRegMR || op == abi.WRLocalInv {
 			continue
@@ -374,7 +397,7 @@ func (c *crash) check() {
 				c.t.Errorf("atomic %d returned %d", i, v)
 			}
 		case c.op == abi.WRRDMAWrite:
-			if i >= c.consumed || !bytes.Equal(to, make([]byte, c.size)) {
+			if i >= c.consumed || !bytes.Equal(to, zero) {
 				c.t.Errorf("message %d: %d were consumed, and its memory was written again", i, c.consumed)
 			}
 		case !bytes.Equal(from, to):
@@ -404,9 +427,9 @@ func TestCrash(t *testing.T) {
 	if LocalPath || Journaled {
 		t.Skip("its devices have both anyway")
 	}
-	size := logSize
-	logSize = 256 << 10
-	defer func() { logSize = size }()
+	size, buffers := logSize, poolSize
+	logSize, poolSize = 256<<10, 128
+	defer func() { logSize, poolSize = size, buffers }()
 	rng := rand.New(rand.NewPCG(5, 6))
 	total := 0
 	for _, x := range []struct {

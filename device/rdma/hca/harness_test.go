@@ -75,10 +75,21 @@ const (
 	memSize = 16 << 20
 )
 
+// movesNoData skips a test of the control side in the run with the local path alone: how data would move is nothing to
+// it, and the run with journals has the local path, too.
+func movesNoData(tb testing.TB) {
+	if LocalPath && !Journaled {
+		tb.Skip("it runs with frames, and with journals and the local path")
+	}
+}
+
+// poolSize is the number of a world's frame buffers.
+var poolSize = 1024
+
 func newWorld(tb testing.TB, loops, guests int, lim Limits) *world {
 	tb.Helper()
 	w := &world{tb: tb, clock: loop.NewManualClock(int64(time.Hour))}
-	pool, err := frame.NewPool(frame.Config{Count: 1024, Big: 8})
+	pool, err := frame.NewPool(frame.Config{Count: poolSize, Big: 8})
 	if err != nil {
 		tb.Fatal(err)
 	}

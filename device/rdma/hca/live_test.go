@@ -308,6 +308,8 @@ func TestDestroyUnderTraffic(t *testing.T) {
 // device. Repeated several times, to meet the races.
 func TestDisconnectUnderTraffic(t *testing.T) {
 	s := newSite(t, 3, 2, hca.Limits{}, 0)
+	brief := peerOptions
+	brief.Timeout = 13 // the test waits until it has passed as often as the queue pair retries
 	a, b := s.open(0), s.open(1)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -322,7 +324,7 @@ func TestDisconnectUnderTraffic(t *testing.T) {
 		c := s.open(2)
 		in, out := a.end(t), a.end(t)
 		cin, cout := c.end(t), c.end(t)
-		join(t, in, cin)
+		joinWith(t, in, cin, brief)
 		join(t, out, cout)
 		var ww sync.WaitGroup
 		var failed atomic.Uint32

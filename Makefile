@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-fuzz test-module test-vm test-long test-outlive test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-fuzz test-module test-vm test-long test-outlive test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,8 +43,20 @@ demo: image build ## two VMs on two "hosts", RDMA between them (root is not need
 
 test: deps lint test-unit test-fuzz test-module test-vm ## everything: what CI runs
 
+# The packages whose tests take longest begin first. They wait for timers and processes now and then, so one package more
+# runs than there are processors. `make lint` vets all packages.
+SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser ./device/virtio/vnet ./guestdrv
+
 test-unit: deps ## unit tests with the race detector
-	$(GO) test -race -timeout 15m $$($(GO) list ./... | grep -v '/integration$$')
+	$(GO) test -race -vet=off -p $$(($$(nproc) + 1)) -timeout 15m $(SLOWEST) $$($(GO) list ./... | grep -v '/integration$$')
+
+test-whole: test-whole-messages test-whole-crash ## unit tests of which `make test-unit` runs a sample, as a whole
+
+test-whole-messages: deps
+	$(GO) test -race -count=1 -timeout 30m -v -run '^TestMessagesOutliveKills$$' ./device/virtio/vhostuser -args -every-kill
+
+test-whole-crash: deps
+	$(GO) test -count=1 -timeout 60m -run '^TestCrash' ./device/rdma/hca -args -every-crash
 
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)
@@ -61,8 +73,7 @@ SERIES = ^TestOutlive$$
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
 	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)' ./integration
 
-test-long: deps image build ## what `make test` leaves out: VM tests, and the crash harness with every point
-	$(GO) test -count=1 -timeout 60m -run '^TestCrash' ./device/rdma/hca -args -every-crash
+test-long: deps image build test-whole ## the VM tests that `make test` leaves out, and unit tests as a whole
 	$(GO) test -count=1 -timeout 170m -v -run '$(LONG)' ./integration
 
 test-outlive: deps image build ## a short series of kills, upgrades and pauses under verifying programs (ARGS="-kills=500 …")

@@ -249,7 +249,8 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	return false
 }
 
-// receiverNotReady waits for the time given in the peer's RNR NAK (IBTA 9.7.5.2.8).
+// receiverNotReady waits for the time given in the peer's RNR NAK (IBTA 9.7.5.2.8). If the receiver is not ready after
+// that either, it drops all that is sent but answers the first packet. So one packet is sent then, as a probe.
 func (q *QP) receiverNotReady(timer uint8) {
 	if q.req.rnrUntil != 0 {
 		return // a copy of the NAK
@@ -266,6 +267,7 @@ func (q *QP) receiverNotReady(timer uint8) {
 	// The peer is alive, and its silence before was not congestion.
 	q.recovery.retryLeft = q.attr.RetryCnt
 	q.recovery.cwnd.Restore()
+	q.recovery.cwnd.OnNotReady(q.req.una)
 	q.req.rnrUntil = q.now + rnrTimer[timer]
 }
 
@@ -276,6 +278,7 @@ func (q *QP) receiverReady() {
 		return
 	}
 	q.req.rnrUntil = 0
+	q.recovery.cwnd.OnReady()
 	if q.attr.RNRRetry != rnrForever {
 		q.req.rnrLeft = min(q.req.rnrLeft+1, q.attr.RNRRetry)
 	}

@@ -16,6 +16,7 @@ const (
 	initialWindow      = 16 // packets; slow start doubles it per window until the first sign of congestion
 	restartWindow      = 4  // packets; slow start after a loss, up to half of the packets that were in flight
 	minWindowSelective = 2  // packets; the minimum after a loss that is repaired selectively
+	unlimited          = 1<<32 - 1
 	chanceLoss         = 16 // at most one loss among this many packets may be chance
 )
 
@@ -30,6 +31,12 @@ type Window struct {
 	// Size and Ssthresh before silence cut them; 0: it did not.
 	saved, savedSsthresh uint32
 
+	// After an RNR NAK the receiver takes one packet at most until it is ready, so open bounds the window besides Size,
+	// in the same unit; unlimited: it does not.
+	open       uint32
+	notReadyAt uint64 // PSN of the newest RNR NAK
+	readyFor   uint32 // packets that the receiver took before it
+
 	acked      uint32 // packets acknowledged since the last adjustment
 	alpha      uint32 // fraction of recent windows that were marked
 	growth     uint32 // last increment in packets, plus growthDelay
@@ -40,7 +47,7 @@ type Window struct {
 // NewWindow returns a window in slow start that is at most max packets.
 func NewWindow(max int) Window {
 	n := uint32(max) * WindowUnit
-	return Window{Size: min(n, initialWindow*WindowUnit), Max: n, Ssthresh: n, alpha: alphaOne}
+	return Window{Size: min(n, initialWindow*WindowUnit), Max: n, Ssthresh: n, open: unlimited, alpha: alphaOne}
 }
 
 // SetMax changes the upper bound to max packets.
@@ -56,11 +63,16 @@ func (w *Window) SetMax(max int) {
 }
 
 // Packets returns how many packets may be in flight: at least one.
-func (w *Window) Packets() uint64 { return uint64(w.Size / WindowUnit) }
+func (w *Window) Packets() uint64 { return uint64(min(w.Size, w.open) / WindowUnit) }
 
 // OnAck grows the window for n acknowledged packets, the last of which is before una.
 func (w *Window) OnAck(una, n uint64) {
 	w.saved = 0
+	if w.open != unlimited {
+		if w.open = max(w.open, w.readyFor*WindowUnit) + ackedUnits(n); w.open >= w.Size {
+			w.open = unlimited
+		}
+	}
 	if w.Size < w.Ssthresh {
 		w.Size = min(w.Size+ackedUnits(n), w.Ssthresh)
 		return
@@ -84,6 +96,20 @@ func (w *Window) OnAck(una, n uint64) {
 const maxAcked = 4096
 
 func ackedUnits(n uint64) uint32 { return uint32(min(n, maxAcked)) * WindowUnit }
+
+// OnNotReady closes the window to one packet, because the receiver has refused una by an RNR NAK: it drops everything
+// behind that packet. Once it takes the packet, the window opens to as many as the receiver took between its last two
+// refusals, and doubles per round trip from there on. So after a rare RNR NAK it is open at once, and a receiver that
+// refuses every few packets is sent few that it drops. Size does not change: this is no congestion.
+func (w *Window) OnNotReady(una uint64) {
+	if una != w.notReadyAt {
+		w.readyFor, w.notReadyAt = uint32(min(una-w.notReadyAt, maxAcked)), una
+	}
+	w.open = WindowUnit
+}
+
+// OnReady opens the window after OnNotReady: the receiver says that it is ready.
+func (w *Window) OnReady() { w.open = max(w.open, w.readyFor*WindowUnit) }
 
 // OnMark cuts the window, once per window, because packets from una, the oldest in flight, on may have met congestion.
 // sent is the end of all that was sent.

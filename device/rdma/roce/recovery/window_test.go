@@ -258,3 +258,51 @@ func TestWindowInvariants(t *testing.T) {
 		}
 	}
 }
+
+// TestWindowNotReady: after an RNR NAK one packet is sent. The window opens to what the receiver took before, and
+// doubles from there on; Size is not touched.
+func TestWindowNotReady(t *testing.T) {
+	w := NewWindow(256)
+	w.Size = 200 * WindowUnit
+	w.Ssthresh = w.Size
+	una := uint64(1 << 32)
+	want := func(what string, n uint64) {
+		t.Helper()
+		if w.Packets() != n {
+			t.Errorf("%s: %d packets, want %d", what, w.Packets(), n)
+		}
+		if w.Size < 200*WindowUnit {
+			t.Fatalf("%s: the window was cut", what)
+		}
+	}
+	ack := func(n uint64) {
+		una += n
+		w.OnAck(una, n)
+	}
+	want("at first", 200)
+	w.OnNotReady(una)
+	want("refused", 1)
+	w.OnNotReady(una)
+	want("refused again", 1)
+	w.OnReady()
+	want("ready, refused for the first time", 200)
+	ack(3)
+	w.OnNotReady(una)
+	w.OnNotReady(una)
+	want("refused", 1)
+	w.OnReady()
+	want("ready, and three packets were taken before", 3)
+	ack(1)
+	want("one packet taken", 4)
+	ack(4)
+	want("four more", 8)
+	w.OnNotReady(una) // five were taken since
+	ack(1)
+	want("the probe taken", 6)
+	for n := uint64(6); n < 200; n *= 2 {
+		ack(n)
+	}
+	want("open", uint64(w.Size/WindowUnit))
+	w.OnNotReady(una)
+	want("refused", 1)
+}

@@ -326,16 +326,19 @@ func (q *QP) retryFaults() {
 	}
 }
 
-// rnrSyndrome returns the RNR NAK for w. Its timer is the expected service time, delay (PF-8), or the time for which
-// the packet has been refused already, so that a slow pager does not use up the peer's rnr_retry. If the wait has
-// ended, it is the shortest.
-func (w *wait) rnrSyndrome(now, delay int64) wire.Syndrome {
+// rnrSyndrome returns the RNR NAK for w. Its timer is the expected service time (PF-8), or the time for which the
+// packet has been refused already, so that a slow pager does not use up the peer's rnr_retry. A peer that says itself
+// that it retries for ever is a vnicd, whose wait ends when the page is present (PF-9): it is told twice that time, as
+// a third of all faults take longer than expected. If the wait has ended, the timer is the shortest.
+func (q *QP) rnrSyndrome(w *wait) wire.Syndrome {
 	d := int64(0)
 	if w.cause != waitNone {
-		if d = delay; d <= 0 {
+		if d = q.sched.FaultDelay(); d <= 0 {
 			d = defaultFaultDelay
 		}
-		d = max(d, now-w.refusedAt)
+		if d = max(d, q.now-w.refusedAt); q.resp.patience == wire.PatienceForever {
+			d *= 2
+		}
 	}
 	return wire.SyndromeRNR | rnrCode(d)
 }

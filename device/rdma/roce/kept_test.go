@@ -232,7 +232,11 @@ func TestPatience(t *testing.T) {
 					c.wait = x.mark
 					refusal := []resp{}
 					if x.waits {
-						refusal = append(refusal, rnrOf(10, 9))
+						code := wire.Syndrome(9) // 240 us for a service time of 200
+						if x.mark == wire.PatienceForever {
+							code = 11 // 480: the end of the wait is announced
+						}
+						refusal = append(refusal, rnrOf(10, code))
 					}
 					b.inject(c)
 					early := x.waits && level == guestAbsent && (what == "write" || what == "send")

@@ -358,7 +358,7 @@ func (q *QP) respond(budget int) (more bool) {
 	switch {
 	case syn != 0:
 	case q.resp.nak == nakFault:
-		syn, psn = q.faults.request.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.epsn
+		syn, psn = q.rnrSyndrome(&q.faults.request), q.resp.epsn
 	case q.resp.nak != 0:
 		syn, psn = q.resp.nak, q.resp.epsn
 	case q.resp.waitDue && q.faults.request.cause != waitNone:
@@ -405,7 +405,7 @@ func (q *QP) respondWhileWaiting(r *resource) {
 	}
 	sent := false
 	if q.peerWaits() {
-		sent = q.sendAck(q.faults.read.rnrSyndrome(q.now, q.sched.FaultDelay()), q.resp.rnrRead)
+		sent = q.sendAck(q.rnrSyndrome(&q.faults.read), q.resp.rnrRead)
 	} else {
 		sent = q.sendWaits(q.resp.rnrRead)
 	}

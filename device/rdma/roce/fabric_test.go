@@ -72,6 +72,7 @@ type node struct {
 	seen     map[uint32]bool
 	atomics  int
 	maxTimer int64
+	runsAt   func(now int64) int64 // when its loop runs, from now on; nil: always
 }
 
 type delivery struct {
@@ -508,6 +509,11 @@ func (f *fabric) deliver(d *delivery) {
 		return
 	}
 	if to := f.byQPN(f.p.BTH.DestQP); to != nil {
+		if at := to.runs(f.now); at > f.now {
+			d.at = at
+			heap.Push(&f.queue, *d)
+			return
+		}
 		f.frame = d.frame
 		leave := to.enter()
 		if to.paused {
@@ -517,6 +523,22 @@ func (f *fabric) deliver(d *delivery) {
 		}
 		leave()
 	}
+}
+
+// runs returns when n's loop runs, from now on.
+func (n *node) runs(now int64) int64 {
+	if n.runsAt == nil {
+		return now
+	}
+	return n.runsAt(now)
+}
+
+// expires returns when n's timer expires: before what has arrived while its loop did not run is received, as in a loop.
+func (n *node) expires() int64 {
+	if at := n.runs(n.timer); at > n.timer {
+		return at - 1
+	}
+	return n.timer
 }
 
 // step does one thing that is due, or advances the clock to the next; false if nothing is left to do.
@@ -531,7 +553,7 @@ func (f *fabric) step() bool {
 	// A busy loop: frames that arrive within lag may be received before a QP runs.
 	busy := f.lag > 0 && len(f.queue) > 0 && f.queue[0].at <= f.now+f.lag && f.rng.Intn(2) == 0
 	for _, n := range f.nodes {
-		if n.run && !busy && !n.paused {
+		if n.run && !busy && !n.paused && n.runs(f.now) == f.now {
 			n.run = false
 			leave := n.enter()
 			if n.q.Run(f.now, f.budget) {
@@ -547,8 +569,8 @@ func (f *fabric) step() bool {
 	}
 	var timed *node
 	for _, n := range f.nodes {
-		if n.timer != 0 && !n.paused && (best < 0 && timed == nil || n.timer < next) {
-			timed, next = n, n.timer
+		if n.timer != 0 && !n.paused && (best < 0 && timed == nil || n.expires() < next) {
+			timed, next = n, n.expires()
 		}
 	}
 	switch {

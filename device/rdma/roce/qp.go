@@ -395,8 +395,8 @@ func (q *QP) Timer(now int64) {
 		q.recovery.cwnd.OnSilence()
 		q.goBack()
 	}
-	if due(&q.recovery.rtxAt) {
-		q.retransmitTimeout()
+	if at := q.recovery.rtxAt; due(&q.recovery.rtxAt) {
+		q.retransmitTimeout(now - at)
 	}
 	q.retryFaults()
 	q.armTimer()

@@ -12,11 +12,19 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
 // a congested path, must not break the connection.
+//
+// A timer that expires late says that this loop did not run: the response may have arrived meanwhile, and timers expire
+// before what has arrived is received. So such an expiry is no expiry. The timer runs once more, for as long as it was
+// late: what has accumulated meanwhile is received by then.
 
 const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
 	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
+
+	lateTimer = 1e6 // ns; a loop that runs is not that late
+	// maxLate bounds how often a timeout is late and has no effect. In between the loop has received what was there.
+	maxLate = 4
 )
 
 // lossRecovery is the part of a QP that detects lost packets and makes the requester send them again.
@@ -40,6 +48,8 @@ type lossRecovery struct {
 	timeoutAt int64  // when the timeout expires and counts against retry_cnt; 0: not running
 	timedPSN  uint64 // the response time is measured when una reaches this PSN; 0: no measurement is running
 	timedAt   int64  // when the packet before timedPSN was sent
+
+	late uint8 // how often this timeout had no effect because it was late
 }
 
 // allocate makes the rings for n PSNs in flight.
@@ -78,7 +88,7 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 		return
 	}
 	if l.timeoutAt == 0 {
-		l.timeoutAt = now + l.timeout<<min(retryCnt-l.retryLeft, 2)
+		l.timeoutAt, l.late = now+l.timeout<<min(retryCnt-l.retryLeft, 2), 0
 	}
 	l.rtxAt = min(l.timeoutAt, now+l.timeout)
 	if rtt := l.scoreboard.RTT.Smoothed; rtt != 0 {
@@ -99,8 +109,20 @@ func (l *lossRecovery) measureRTT(una uint64, now int64) {
 	l.scoreboard.RTT.Sample(now, max(now-l.timedAt, 1))
 }
 
-// retransmitTimeout is called when the retransmission timer expires.
-func (q *QP) retransmitTimeout() {
+// isLate reports whether the retransmission timer, which is late by that many ns, is to run once more.
+func (l *lossRecovery) isLate(now, late int64) bool {
+	if late < lateTimer || l.late == maxLate {
+		return false
+	}
+	if now >= l.timeoutAt {
+		l.late++
+	}
+	l.rtxAt = now + min(late, l.timeout)
+	return true
+}
+
+// retransmitTimeout is called when the retransmission timer expires, late by that many ns.
+func (q *QP) retransmitTimeout(late int64) {
 	l := &q.recovery
 	switch {
 	case !q.requesterActive() || q.req.sent == q.req.una:
@@ -108,6 +130,7 @@ func (q *QP) retransmitTimeout() {
 		// This side waits itself: the peer may have nothing to answer.
 		l.timeoutAt = 0
 		l.arm(q.now, q.attr.RetryCnt)
+	case l.isLate(q.now, late):
 	case q.now < l.timeoutAt:
 		l.probes++
 		if q.probeGap() {

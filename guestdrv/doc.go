@@ -66,7 +66,8 @@
 // continues all objects and connections, and each request completes once (CO-1, CO-2). The program notices a pause.
 // Requests that it posts meanwhile, and commands, wait for the next vnicd; contexts and Config.Timeout apply as always,
 // and end one command, not the device. Device.Close waits for up to ten seconds then. Peers repeat what they miss for
-// as long as ConnectOptions.Timeout and RetryCnt say: vnicd for 1.6 s by default, and twice as long with a Timeout that
-// is higher by one. Open fails while no vnicd runs. The device ends with ErrDisconnected if vnicd is run otherwise or
-// lacks CAP_LINUX_IMMUTABLE, and if the next vnicd does not accept what the device has or does not offer its socket.
+// as long as ConnectOptions.Timeout and RetryCnt say: vnicd for 1.8 s by default, up to 2.1 s if the device was slow to
+// answer within the last ten seconds, and twice as long with a Timeout that is higher by one. Open fails while no vnicd
+// runs. The device ends with ErrDisconnected if vnicd is run otherwise or lacks CAP_LINUX_IMMUTABLE, and if the next
+// vnicd does not accept what the device has or does not offer its socket.
 package guestdrv

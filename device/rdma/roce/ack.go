@@ -265,7 +265,7 @@ func (q *QP) receiverNotReady(timer uint8) {
 	q.goBack()
 	q.recovery.timeoutAt, q.recovery.probes = 0, 0
 	// The peer is alive, and its silence before was not congestion.
-	q.recovery.retryLeft = q.attr.RetryCnt
+	q.recovery.retryLeft, q.recovery.silentSince = q.attr.RetryCnt, 0
 	q.recovery.cwnd.Restore()
 	q.recovery.cwnd.OnNotReady(q.req.una)
 	q.req.rnrUntil = q.now + rnrTimer[timer]

@@ -7,7 +7,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// Loops that get no processor: timers that expire late.
+// Loops that get no processor: timers that expire late, and peers that answer late.
 
 // A timer that expires late is no expiry: the response may be among what has not been received yet.
 func TestLateTimer(t *testing.T) {
@@ -45,7 +45,7 @@ func TestLateTimer(t *testing.T) {
 				if len(b.sends) != int(psn)+1 {
 					t.Fatal("not completed")
 				}
-				f.now += 20e9
+				f.now += 20e9 // so that it is no measure of the peer
 			}
 			// No response: it counts once the loop has run for as long as it was late.
 			post()
@@ -116,5 +116,59 @@ func TestStarvedRequester(t *testing.T) {
 		if s := a.q.Stats(); s.Timeouts != 0 || s.Retransmits != 0 {
 			t.Errorf("retry_cnt %d: %d timeouts, %d packets sent again", retry, s.Timeouts, s.Retransmits)
 		}
+	}
+}
+
+// A peer that was slow lately gets four times the timeout for each retry (IBTA 9.7.6.1.3), any other peer less for the
+// first two.
+func TestSlowPeer(t *testing.T) {
+	for _, x := range []struct {
+		before int64   // the peer does not run for so long, ...
+		rest   int64   // ... some time ago
+		want   float64 // time until the connection ends, in timeouts
+	}{
+		{0, 0, 1 + 2 + 6*4},
+		{10e6, 1e6, 1 + 2 + 6*4},
+		{50e6, 1e6, 1.5 + 3 + 6*4},
+		{200e6, 1e6, 8 * 4},
+		{900e6, 1e6, 8 * 4},
+		{200e6, 11e9, 1 + 2 + 6*4},
+	} {
+		t.Run(fmt.Sprintf("%dms/%dms", x.before/1e6, x.rest/1e6), func(t *testing.T) {
+			f := newFabric(t, 1)
+			a, b := f.pair(opts())
+			a.reg(1, 0, 1<<16, allAccess)
+			b.reg(2, 0, 1<<16, allAccess)
+			w := WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 3000)}}
+			write := func(n int) {
+				for range n {
+					a.post(w)
+					f.until("write", 10e9, func() bool { return len(a.sends) == len(a.sq) })
+					if st := a.sends[len(a.sends)-1].c.Status; st != StatusSuccess {
+						t.Fatalf("status %d", st)
+					}
+				}
+			}
+			write(20)
+			if x.before > 0 {
+				until := f.now + x.before
+				b.runsAt = func(now int64) int64 { return max(now, until) }
+				write(1)
+				f.now += x.rest
+			}
+			b.runsAt = nil
+			write(20)
+			f.loss = func(*wire.RoCE) bool { return true }
+			start := f.now
+			a.post(w)
+			f.until("dead peer", 10e9, func() bool { return len(a.sends) == len(a.sq) })
+			a.wantState(Err)
+			if took := float64(f.now-start) / float64(timeoutNS(14)); took < x.want-0.1 || took > x.want+0.2 {
+				t.Errorf("gave up after %.2f timeouts, want %.1f", took, x.want)
+			}
+			if n := a.q.Stats().Timeouts; n < 8 {
+				t.Errorf("%d timeouts", n)
+			}
+		})
 	}
 }

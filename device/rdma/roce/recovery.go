@@ -11,7 +11,8 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
-// a congested path, must not break the connection.
+// a congested path, must not break the connection. If the peer has been slow lately, the first timeouts are longer,
+// too: twice the longest response time, up to four times the value.
 //
 // A timer that expires late says that this loop did not run: the response may have arrived meanwhile, and timers expire
 // before what has arrived is received. So such an expiry is no expiry. The timer runs once more, for as long as it was
@@ -49,7 +50,8 @@ type lossRecovery struct {
 	timedPSN  uint64 // the response time is measured when una reaches this PSN; 0: no measurement is running
 	timedAt   int64  // when the packet before timedPSN was sent
 
-	late uint8 // how often this timeout had no effect because it was late
+	late        uint8 // how often this timeout had no effect because it was late
+	silentSince int64 // since when the peer has not answered the oldest packet, which was sent again; 0: it was not
 }
 
 // allocate makes the rings for n PSNs in flight.
@@ -88,7 +90,7 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 		return
 	}
 	if l.timeoutAt == 0 {
-		l.timeoutAt, l.late = now+l.timeout<<min(retryCnt-l.retryLeft, 2), 0
+		l.timeoutAt, l.late = now+l.nextTimeout(retryCnt-l.retryLeft), 0
 	}
 	l.rtxAt = min(l.timeoutAt, now+l.timeout)
 	if rtt := l.scoreboard.RTT.Smoothed; rtt != 0 {
@@ -100,8 +102,19 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 	}
 }
 
+// nextTimeout returns how long the peer may be silent after a number of timeouts: between one and four times the
+// timeout (9.7.6.1.3).
+func (l *lossRecovery) nextTimeout(timeouts uint8) int64 {
+	slow := max(l.timeout, 2*min(l.scoreboard.RTT.Max, 2*l.timeout))
+	return min(slow<<min(timeouts, 2), 4*l.timeout)
+}
+
 // measureRTT samples the response time if the timed packet has been acknowledged.
 func (l *lossRecovery) measureRTT(una uint64, now int64) {
+	if l.silentSince != 0 {
+		l.scoreboard.RTT.Silence(now, now-l.silentSince)
+		l.silentSince = 0
+	}
 	if l.timedPSN == 0 || una < l.timedPSN {
 		return
 	}
@@ -132,6 +145,7 @@ func (q *QP) retransmitTimeout(late int64) {
 		l.arm(q.now, q.attr.RetryCnt)
 	case l.isLate(q.now, late):
 	case q.now < l.timeoutAt:
+		l.noteSilence(q.req.una)
 		l.probes++
 		if q.probeGap() {
 			return
@@ -143,8 +157,16 @@ func (q *QP) retransmitTimeout(late int64) {
 		q.goBack()
 	default:
 		q.stats.Timeouts++
+		l.noteSilence(q.req.una)
 		l.cwnd.Save()
 		q.countedGoBack()
+	}
+}
+
+// noteSilence records that una is sent again because the peer is silent.
+func (l *lossRecovery) noteSilence(una uint64) {
+	if l.silentSince == 0 {
+		l.silentSince = l.scoreboard.SentAt(una)
 	}
 }
 

@@ -63,7 +63,7 @@ func (q *QP) requestWaits(psn uint64) {
 	if !q.acknowledge(psn) || q.req.rnrUntil != 0 {
 		return
 	}
-	l.retryLeft, l.timedPSN = q.attr.RetryCnt, 0
+	l.retryLeft, l.timedPSN, l.silentSince = q.attr.RetryCnt, 0, 0
 	l.gapReported = false // a NAK that follows asks for what the peer could not keep
 	l.cwnd.Restore()
 	l.rtxAt, l.timeoutAt, l.probes = 0, 0, maxProbes

@@ -41,3 +41,33 @@ func TestRTTConverges(t *testing.T) {
 		}
 	}
 }
+
+// TestRTTMax: the maximum of the last 10 s, in which silence counts although it is no sample.
+func TestRTTMax(t *testing.T) {
+	var r RTT
+	for i, x := range []struct {
+		now, d  int64
+		silence bool
+		max     int64
+	}{
+		{1e9, 1000, false, 1000},
+		{2e9, 500, false, 1000},
+		{3e9, 90e6, true, 90e6},
+		{4e9, 1000, false, 90e6},
+		{13e9, 2000, true, 90e6},
+		{13e9 + 1, 2000, true, 2000},
+		{14e9, 3000, false, 3000},
+	} {
+		if x.silence {
+			before := r.Smoothed
+			if r.Silence(x.now, x.d); r.Smoothed != before {
+				t.Errorf("%d: silence is a sample", i)
+			}
+		} else {
+			r.Sample(x.now, x.d)
+		}
+		if r.Max != x.max {
+			t.Errorf("%d: maximum %d, want %d", i, r.Max, x.max)
+		}
+	}
+}

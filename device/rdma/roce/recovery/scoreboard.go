@@ -78,6 +78,9 @@ func (b *Scoreboard) flag(psn uint64) *Flags { return &b.flags[psn&uint64(len(b.
 // Flags returns the flags of psn.
 func (b *Scoreboard) Flags(psn uint64) Flags { return *b.flag(psn) }
 
+// SentAt returns when psn, which is in flight, was sent last; 0: not known.
+func (b *Scoreboard) SentAt(psn uint64) int64 { return *b.time(psn) }
+
 // MarkReceived notes that the response psn is here.
 func (b *Scoreboard) MarkReceived(psn uint64) { *b.flag(psn) |= Received }
 

@@ -509,9 +509,7 @@ func (f *fabric) deliver(d *delivery) {
 		return
 	}
 	if to := f.byQPN(f.p.BTH.DestQP); to != nil {
-		if at := to.runs(f.now); at > f.now {
-			d.at = at
-			heap.Push(&f.queue, *d)
+		if to.receivesLater(d) {
 			return
 		}
 		f.frame = d.frame
@@ -523,22 +521,6 @@ func (f *fabric) deliver(d *delivery) {
 		}
 		leave()
 	}
-}
-
-// runs returns when n's loop runs, from now on.
-func (n *node) runs(now int64) int64 {
-	if n.runsAt == nil {
-		return now
-	}
-	return n.runsAt(now)
-}
-
-// expires returns when n's timer expires: before what has arrived while its loop did not run is received, as in a loop.
-func (n *node) expires() int64 {
-	if at := n.runs(n.timer); at > n.timer {
-		return at - 1
-	}
-	return n.timer
 }
 
 // step does one thing that is due, or advances the clock to the next; false if nothing is left to do.

@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"container/heap"
 	"fmt"
 	"testing"
 
@@ -77,6 +78,33 @@ func TestLateTimer(t *testing.T) {
 			b.wantSends(0, 0, 0, StatusRetryExc)
 		})
 	}
+}
+
+// runs returns when n's loop runs, from now on.
+func (n *node) runs(now int64) int64 {
+	if n.runsAt == nil {
+		return now
+	}
+	return n.runsAt(now)
+}
+
+// expires returns when n's timer expires: before what has arrived while its loop did not run is received, as in a loop.
+func (n *node) expires() int64 {
+	if at := n.runs(n.timer); at > n.timer {
+		return at - 1
+	}
+	return n.timer
+}
+
+// receivesLater reports whether n's loop does not run now, and puts d off until it does.
+func (n *node) receivesLater(d *delivery) bool {
+	at := n.runs(n.f.now)
+	if at == n.f.now {
+		return false
+	}
+	d.at = at
+	heap.Push(&n.f.queue, *d)
+	return true
 }
 
 // timeSlices returns a schedule: a loop that runs for the first length ns of each period.

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -16,6 +17,18 @@ import (
 type Store struct {
 	frozen  atomic.Bool
 	hurried atomic.Int64 // until when Keep does not wait, as time.Now().UnixNano()
+
+	sending sync.Mutex // see send
+
+	turn sync.Mutex // held while a barrier is under way; before mu
+	mu   sync.Mutex
+	next *barrier // the one that follows it, if anybody waits for that; guarded by mu
+}
+
+// barrier is sent once for all who wait for it: they have sent before what it is to confirm.
+type barrier struct {
+	done chan struct{} // closed when err is set
+	err  error
 }
 
 // A Keep waits for systemd for at most keepLimit. If that was not enough, systemd is stuck or overloaded, and those
@@ -27,11 +40,42 @@ const (
 
 // Keep stores a copy of fd under name. It waits until systemd has it, because systemd drops messages of a process that
 // was killed before it reads them: what relies on fd, such as a driver's first queue, begins afterwards (CO-2). A
-// systemd that does not read its messages delays, but does not prevent it.
+// systemd that does not read its messages delays, but does not prevent it. Each name is a message of its own, because
+// all descriptors of a message get one name; but those who wait at the same time, such as the VMs that a daemon adopts
+// at its start, wait for one answer.
 func (s *Store) Keep(name string, fd int) error {
-	if err := notify("FDSTORE=1\nFDNAME="+name, fd); err != nil {
+	if err := s.send("FDSTORE=1\nFDNAME="+name, fd); err != nil {
 		return err
 	}
+	return s.confirm()
+}
+
+// confirm waits until systemd has read what the caller has sent. One of those who wait at the same time sends the
+// barrier, when that before it has been answered.
+func (s *Store) confirm() error {
+	s.mu.Lock()
+	b, first := s.next, s.next == nil
+	if first {
+		b = &barrier{done: make(chan struct{})}
+		s.next = b
+	}
+	s.mu.Unlock()
+	if !first {
+		<-b.done
+		return b.err
+	}
+	s.turn.Lock()
+	defer s.turn.Unlock()
+	s.mu.Lock()
+	s.next = nil // who comes from now on may not have sent yet
+	s.mu.Unlock()
+	b.err = s.hurriedFlush()
+	close(b.done)
+	return b.err
+}
+
+// hurriedFlush is Flush within keepLimit, unless systemd was too slow for that lately.
+func (s *Store) hurriedFlush() error {
 	now := time.Now()
 	if now.UnixNano() < s.hurried.Load() {
 		return nil
@@ -49,7 +93,14 @@ func (s *Store) Forget(name string) error {
 	if s.frozen.Load() {
 		return nil
 	}
-	return notify("FDSTOREREMOVE=1\nFDNAME=" + name)
+	return s.send("FDSTOREREMOVE=1\nFDNAME=" + name)
+}
+
+// send sends one message at a time: the kernel queues few, and each that systemd reads would wake all who wait to send.
+func (s *Store) send(state string, fds ...int) error {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	return notify(state, fds...)
 }
 
 // Freeze makes Forget do nothing: the service is ending and leaves its descriptors to the next.
@@ -65,7 +116,7 @@ func (s *Store) Flush(limit time.Duration) error {
 		return fmt.Errorf("systemd: %w", err)
 	}
 	defer r.Close()
-	err = notify("BARRIER=1", int(w.Fd())) // systemd closes it when it comes to this message (sd_notify_barrier(3))
+	err = s.send("BARRIER=1", int(w.Fd())) // systemd closes it when it comes to this message (sd_notify_barrier(3))
 	_ = w.Close()
 	if err != nil {
 		return err

@@ -36,7 +36,25 @@ type mortal struct {
 	begun bool
 	left  []int    // steps that this process and the next ones have; one that is not listed is not killed
 	died  []string // at which steps
+	heard []string // by the devices of all processes, of what is for network devices
 }
+
+// card is a lasting device that is one for networks as well.
+type card struct {
+	*lasting
+	k *mortal
+}
+
+var _ virtio.NetDevice = card{}
+
+func (c card) hear(format string, a ...any) {
+	c.k.mu.Lock()
+	defer c.k.mu.Unlock()
+	c.k.heard = append(c.k.heard, fmt.Sprintf(format, a...))
+}
+
+func (c card) SendRARP(mac [6]byte) { c.hear("rarp %x", mac) }
+func (c card) SetMTU(mtu uint16)    { c.hear("mtu %d", mtu) }
 
 func (k *mortal) step(format string, a ...any) {
 	k.mu.Lock()
@@ -130,7 +148,7 @@ func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Serve
 	k.s = s
 	k.mu.Unlock()
 	srv, err := vhostuser.Listen(vhostuser.Config{Path: k.path, KeepAs: "hca/one", Keeper: stepping{s, k}, Kept: kept,
-		Log: k.logs.Logger()}, newLasting(), 9)
+		Log: k.logs.Logger()}, card{newLasting(), k}, 9)
 	if err != nil {
 		k.t.Error(err)
 	}
@@ -142,7 +160,7 @@ func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Serve
 func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
 	k, stop := newMortal(t, left...)
 	m := memory(t, regions...)
-	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, Features: echoFeature | features})
+	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, NumQueues: 2, Features: echoFeature | features})
 	defer func() {
 		stop()
 		if t.Failed() {
@@ -204,6 +222,7 @@ func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
 		func() error { anew(t, f); return nil },
 		func() error { return serves("reset") },
 		func() error { return c.SetOwner() },
+		func() error { return announce(c, k) },
 		func() error { _, err := c.QueueNum(); return err }, // a second reply to anything would be here
 		func() error { _, err := c.GetStatus(); return err },
 		func() error { _, err := c.MaxMemSlots(); return err },
@@ -228,6 +247,35 @@ func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
 		t.Errorf("kept: %q", k.s.Names())
 	}
 	return k.died
+}
+
+// announce sends the messages that are for network devices, and checks that the device got them, which may be twice.
+func announce(c *frontend.Client, k *mortal) error {
+	p, err := c.GetProtocolFeatures()
+	if err != nil {
+		return err
+	}
+	if err := c.SetProtocolFeatures(p &^ vhostuser.ProtoMemory); err != nil {
+		return err
+	}
+	var want []string
+	for i := range uint64(3) {
+		mac, mtu := 0x665544332202+i<<40, 1500+i
+		_, err := c.Do(vhostuser.ReqSendRARP, false, vhostuser.AppendU64(nil, mac))
+		if err == nil {
+			_, err = c.Do(vhostuser.ReqNetSetMTU, false, vhostuser.AppendU64(nil, mtu))
+		}
+		if err != nil {
+			return err
+		}
+		want = append(want, fmt.Sprintf("rarp %x", vhostuser.AppendU64(nil, mac)[:6]), fmt.Sprintf("mtu %d", mtu))
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if got := slices.Compact(slices.Clone(k.heard)); !slices.Equal(got, want) {
+		return fmt.Errorf("the device has got %q, want %q", k.heard, want)
+	}
+	return nil
 }
 
 // TestMessagesOutliveKills: a process may be killed between any two steps of any message, and so may the next one. A

@@ -30,6 +30,7 @@ type mortal struct {
 	next chan *testutil.Keeper // of a process that was killed
 	done chan struct{}         // closed when no more are started
 	logs *testlog.Log
+	most uint64 // bytes that front ends may share, which are not trusted; 0: they are
 
 	mu    sync.Mutex
 	s     *testutil.Keeper // of the process that runs
@@ -107,9 +108,9 @@ func (p stepping) Forget(name string) error {
 }
 
 // newMortal starts a process, and the next one whenever one was killed, until stop is called.
-func newMortal(t *testing.T, left ...int) (k *mortal, stop func()) {
+func newMortal(t *testing.T, most uint64, left ...int) (k *mortal, stop func()) {
 	k = &mortal{t: t, path: filepath.Join(t.TempDir(), "s"), next: make(chan *testutil.Keeper, 1),
-		done: make(chan struct{}), logs: &testlog.Log{}, left: left}
+		done: make(chan struct{}), logs: &testlog.Log{}, most: most, left: left}
 	undo := []func(){vhostuser.SetTrial(time.Hour, time.Millisecond), vhostuser.SetPwrite(k.write),
 		vhostuser.SetCrossed(k.crossed)}
 	s := testutil.NewKeeper(t)
@@ -148,7 +149,7 @@ func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Serve
 	k.s = s
 	k.mu.Unlock()
 	srv, err := vhostuser.Listen(vhostuser.Config{Path: k.path, KeepAs: "hca/one", Keeper: stepping{s, k}, Kept: kept,
-		Log: k.logs.Logger()}, card{newLasting(), k}, 9)
+		MaxMemory: k.most, Sealed: k.most > 0, Log: k.logs.Logger()}, card{newLasting(), k}, 9)
 	if err != nil {
 		k.t.Error(err)
 	}
@@ -158,7 +159,7 @@ func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Serve
 // killedAt runs everything that a front end may do against processes that are killed after so many steps, and returns
 // where they died. The front end gets the reply of each message once, and notices nothing else.
 func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
-	k, stop := newMortal(t, left...)
+	k, stop := newMortal(t, 0, left...)
 	m := memory(t, regions...)
 	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, NumQueues: 2, Features: echoFeature | features})
 	defer func() {
@@ -303,5 +304,53 @@ func TestMessagesOutliveKills(t *testing.T) {
 				killedAt(t, features, i, i%11, i%17)
 			}
 		})
+	}
+}
+
+// TestOpenOutlivesKills: so may one that opens a device with memory of the back end's (GET_MEMORY).
+func TestOpenOutlivesKills(t *testing.T) {
+	open := func(left ...int) (died []string) {
+		k, stop := newMortal(t, untrustedMemory, left...)
+		m, err := frontend.PlanMemory(frontend.Range{PA: 0x100000, Size: untrustedMemory})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, NumQueues: 2,
+			Features: echoFeature})
+		if err != nil {
+			t.Errorf("killed after %v: at %q: %v\n%s", left, k.died, err, k.logs)
+			stop()
+			return k.died
+		}
+		k.mu.Lock()
+		k.left, died = nil, k.died
+		k.mu.Unlock()
+		for i := range f.NumQueues() {
+			polled(t, f, m, i, "opened")
+		}
+		if _, err := f.Client().GetStatus(); err != nil { // a second reply to anything would be here
+			t.Errorf("killed after %v: at %q: %v", left, k.died, err)
+		}
+		solid(t, "memory", m.FD(), 4096)
+		_ = f.Close()
+		stop()
+		return died
+	}
+	given := 0
+	for n := 0; !t.Failed(); n++ {
+		died := open(n)
+		if len(died) == 0 {
+			break
+		}
+		if died[0] == "given" {
+			given = n
+		}
+	}
+	if given == 0 {
+		t.Error("no process has ended after its reply with memory")
+	}
+	for i := range 5 { // the next ones end there, too
+		open(given, i, 2*i)
 	}
 }

@@ -19,7 +19,8 @@ import (
 // Taking is one system call, and so is moving the reply: a kill is before or after it. The next process learns from
 // the socket itself whether the message was taken: the kernel has the peek offset there, and moves it back as data is
 // taken (socket(7), SO_PEEK_OFF). If the message was not taken, what is in the pipe is dropped, and the message is
-// handled again, on the state as far as it was stored (session.again); if it was, what is in the pipe is sent.
+// handled again, on the state as far as it was stored (session.again); if it was, what is in the pipe is sent. A reply
+// with a descriptor goes another way: see give.
 
 // crossed is called between these steps; changed by tests.
 var crossed = func(step string) {}
@@ -97,15 +98,26 @@ func (se *session) conclude(m *Message, reply []byte, waits bool) error {
 	return nil
 }
 
-// give takes m out of the socket and replies with the descriptor that was added to m. The pipe holds no descriptors: if
-// this process is killed between the two steps, the front end, whose rings have not started yet, waits in vain.
+// give replies with the descriptor that was added to m, and takes m out of the socket afterwards. The pipe holds no
+// descriptors, so this is the one reply that comes twice if this process is killed between the two steps: the next one
+// handles the message again. Front ends that send such messages ignore the second (frontend.Client).
 func (se *session) give(m *Message, reply []byte) error {
 	defer m.Close()
+	crossed("handled")
+	if se.t.stopped.Load() {
+		return net.ErrClosed
+	}
+	if err := se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply, m.FDs...); err != nil {
+		return err
+	}
+	crossed("given")
+	m.Close() // it came without descriptors
 	if err := se.t.Take(m); err != nil {
 		return err
 	}
 	se.again = false
-	return se.t.Send(Header{Request: m.Request, Flags: FlagVersion | FlagReply}, reply, m.FDs...)
+	crossed("taken")
+	return nil
 }
 
 // sendFrom moves all that is in a pipe to the socket. If the peer does not read, it fails after a timeout.

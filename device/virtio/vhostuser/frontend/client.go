@@ -36,6 +36,7 @@ type Client struct {
 	t     *vhostuser.Transport
 	reply vhostuser.Message
 	ack   bool // REPLY_ACK was negotiated
+	given bool // GET_MEMORY was sent; see recv
 }
 
 // Dial connects to a back end's socket.
@@ -79,15 +80,11 @@ func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds
 	if err := c.t.Send(h, body, fds...); err != nil {
 		return nil, -1, fmt.Errorf("frontend: %w", err)
 	}
+	c.given = c.given || req == vhostuser.ReqGetMemory
 	if !hasReply && !c.ack {
 		return nil, -1, nil
 	}
-	err = c.t.Recv(&c.reply, func(h vhostuser.Header) error {
-		if h.Request != req || h.Flags&vhostuser.FlagReply == 0 {
-			return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
-		}
-		return nil
-	})
+	err = c.recv(req)
 	if errors.Is(err, io.EOF) {
 		return nil, -1, fmt.Errorf("%w after %v", ErrClosed, req)
 	}
@@ -108,6 +105,24 @@ func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds
 		return nil, -1, &RefusedError{Request: req, Code: code}
 	}
 	return nil, -1, nil
+}
+
+// recv receives the reply to req. A back end that was killed meanwhile may have replied to GET_MEMORY twice: the second
+// reply is dropped.
+func (c *Client) recv(req vhostuser.Request) error {
+	for {
+		err := c.t.Recv(&c.reply, func(h vhostuser.Header) error {
+			second := c.given && h.Request == vhostuser.ReqGetMemory
+			if h.Request != req && !second || h.Flags&vhostuser.FlagReply == 0 {
+				return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
+			}
+			return nil
+		})
+		if err != nil || c.reply.Request == req {
+			return err
+		}
+		c.reply.Close()
+	}
 }
 
 func (c *Client) getU64(req vhostuser.Request) (uint64, error) {
@@ -242,7 +257,8 @@ func (c *Client) SetBackendReqFD(fd int) error {
 	return err
 }
 
-// GetMemory is GET_MEMORY: it returns the descriptor of a memory file of that many bytes, which the caller owns.
+// GetMemory is GET_MEMORY: it returns the descriptor of a memory file of that many bytes, which the caller owns. A back
+// end gives one file, so call it once; after a refusal it may be called again.
 func (c *Client) GetMemory(size uint64) (fd int, err error) {
 	b, fd, err := c.exchange(vhostuser.ReqGetMemory, true, vhostuser.AppendU64(nil, size))
 	if err == nil && (fd < 0 || len(b) == 0) {

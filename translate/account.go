@@ -35,10 +35,11 @@ const (
 	CostEntries              // translation entries (MTT)
 	CostPageList             // page lists of rings and of the address handle table
 	CostHolds                // memory that must stay resident: completion rings, doorbells, address handles
+	CostJournal              // the device's state in shared memory, for the next process
 	NumCosts
 )
 
-var costNames = [NumCosts]string{"device", "objects", "qps", "regions", "entries", "page-lists", "holds"}
+var costNames = [NumCosts]string{"device", "objects", "qps", "regions", "entries", "page-lists", "holds", "journal"}
 
 // String returns the name that status output and metrics use.
 func (c Cost) String() string {

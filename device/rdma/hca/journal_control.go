@@ -10,6 +10,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/journal"
 	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // The control side's part of the journal (journal.go): the objects, and the commands that are under way. A command's
@@ -26,13 +27,14 @@ var logSize = 64 << 20
 // controlJournal is the control side's shard. The command goroutine writes it; or a loop that this goroutine visits;
 // or the connection's goroutine, while no command goroutine runs.
 type controlJournal struct {
-	file  *journal.Journal
-	log   *journal.Shard
-	codec record.Codec
-	words []int // free ones
-	jobs  map[uint64]*jobRecord
-	gone  []uint64 // jobs that are answered, but not yet removed from jobs
-	queue queueRecord
+	file    *journal.Journal
+	charged uint64 // to the VM's account; see chargeJournal
+	log     *journal.Shard
+	codec   record.Codec
+	words   []int // free ones
+	jobs    map[uint64]*jobRecord
+	gone    []uint64 // jobs that are answered, but not yet removed from jobs
+	queue   queueRecord
 }
 
 // queueRecord is the state of the command queue.
@@ -114,7 +116,18 @@ func (d *Device) Journal() (int, error) {
 		e.loop.Visit(func() { e.journal = newEngineJournal(f.Shard(i + 1)) })
 	}
 	d.renewJournal()
+	d.chargeJournal()
 	return f.FD(), nil
+}
+
+// chargeJournal charges the VM with what the journal has grown by. It is not refused: logSize bounds it, and it takes
+// room from objects to come. The caller holds mu.
+func (d *Device) chargeJournal() {
+	if j := d.journal; j != nil {
+		n := j.file.Memory()
+		d.account.Take(translate.CostJournal, n-j.charged)
+		j.charged = n
+	}
 }
 
 // closeJournal ends the use of the journal; no command goroutine runs, and no engine.
@@ -132,6 +145,7 @@ func (d *Device) closeJournal() {
 		o.q.stored = nil
 	}
 	d.data.journal.Store(nil)
+	d.account.Credit(translate.CostJournal, d.journal.charged)
 	d.journal.file.Close()
 	d.journal = nil
 }
@@ -339,6 +353,7 @@ func (d *Device) commandPopped(x *job, position uint16) {
 	if j == nil {
 		return
 	}
+	d.chargeJournal()
 	for _, seq := range j.gone {
 		delete(j.jobs, seq)
 		j.log.Add(recGone, uint64(recJob)<<32|seq&0xffffffff, nil)

@@ -204,6 +204,7 @@ func (d *Device) Describe() Status {
 	defer d.mu.Unlock()
 	t := &d.tables
 	t.reap(d.account)
+	d.chargeJournal()
 	s.HostMemory = d.account.Status()
 	s.PDs, s.CQs, s.SRQs, s.MRs = len(t.pds), len(t.cqs), len(t.srqs), len(t.mrs)
 	if t.vm != nil {

@@ -53,8 +53,10 @@ var le = binary.LittleEndian
 type Journal struct {
 	fd     int
 	mem    []byte
+	fixed  uint64 // bytes of all but the logs
 	shards []Shard
 	stamp  atomic.Uint64
+	logs   atomic.Uint64 // bytes of pages that logs have reached
 }
 
 // Config says how large the parts of a file are.
@@ -76,7 +78,7 @@ func New(c Config) (*Journal, error) {
 		return nil, fmt.Errorf("journal file: %w", err)
 	}
 	l := c.layout()
-	j := &Journal{fd: fd}
+	j := &Journal{fd: fd, fixed: uint64(l.first + c.Shards*page)}
 	if err = unix.Ftruncate(fd, int64(l.size)); err == nil {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
 	}
@@ -112,6 +114,9 @@ func (c *Config) layout() layout {
 }
 
 func (l *layout) shard(i int) int { return l.first + i*l.perShard }
+
+// Memory returns how many bytes of memory the file takes at most, which only grows. Any goroutine.
+func (j *Journal) Memory() uint64 { return j.fixed + j.logs.Load() }
 
 // FD returns the file's descriptor, which Close closes.
 func (j *Journal) FD() int { return j.fd }
@@ -152,6 +157,7 @@ type Shard struct {
 	halves [2][]byte
 	half   int    // where records are added
 	end    int    // of the records added
+	pages  [2]int // bytes of the halves' pages that records have reached
 	began  int    // where the record begins that is being added
 	stamp  uint64 // of that record
 	live   int    // length of the log after the last Restart and Commit
@@ -205,6 +211,9 @@ func (s *Shard) Add(kind uint32, key uint64, payload []byte) {
 // Commit makes all records that were added part of the log, at once. It returns false, and changes nothing, if there
 // was no room for one of them.
 func (s *Shard) Commit() bool {
+	if s.end > s.pages[s.half] {
+		s.reach()
+	}
 	if s.full {
 		return false
 	}
@@ -217,6 +226,13 @@ func (s *Shard) Commit() bool {
 		s.fresh, s.live = false, s.end
 	}
 	return true
+}
+
+// reach counts the pages up to the last record.
+func (s *Shard) reach() {
+	n := (s.end + page - 1) &^ (page - 1)
+	s.j.logs.Add(uint64(n - s.pages[s.half]))
+	s.pages[s.half] = n
 }
 
 // Full reports whether a record had no room: only Restart helps.

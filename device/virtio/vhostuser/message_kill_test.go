@@ -161,7 +161,8 @@ func (k *mortal) start(s *testutil.Keeper, kept vhostuser.Kept) *vhostuser.Serve
 func killedAt(t *testing.T, features uint64, left ...int) (died []string) {
 	k, stop := newMortal(t, 0, left...)
 	m := memory(t, regions...)
-	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, NumQueues: 2, Features: echoFeature | features})
+	f, err := frontend.Open(testContext(t), frontend.Config{Path: k.path, Memory: m, NumQueues: 2,
+		Features: echoFeature | features})
 	defer func() {
 		stop()
 		if t.Failed() {

@@ -216,7 +216,7 @@ func TestAccount(t *testing.T) {
 	}
 }
 
-// accounted is the account without what a journal takes, which is not of the heap: TestJournalMemory measures that. Of a
+// accounted is the account without what a journal takes, which is not heap (TestJournalMemory measures it). Of a
 // journal that is closed nothing may be left.
 func (g *guest) accounted() translate.AccountStatus {
 	s := g.account.Status()

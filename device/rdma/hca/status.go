@@ -23,6 +23,7 @@ type Status struct {
 	Paused    bool     `json:"paused,omitempty"`   // the VM is paused, or its driver has gone and left queue pairs
 	Failed    bool     `json:"failed,omitempty"`   // the guest's memory vanished
 	Busy      bool     `json:"busy,omitempty"`     // a command takes long; some fields are left out
+	Journal   bool     `json:"journal"`            // the state survives a kill of this process
 	Features  string   `json:"features,omitempty"` // accepted by the driver, those of virtio included
 	PortMTU   int      `json:"port_mtu"`
 	GIDs      []string `json:"gids,omitempty"`
@@ -167,6 +168,7 @@ func (d *Device) Describe() Status {
 	s := Status{
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
 		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
+		Journal: d.data.journal.Load() != nil,
 		PortMTU: d.data.portMTU(), Stats: map[string]uint64{}, HostMemory: d.account.Status(),
 		EngineTime: d.data.meter.Time(),
 	}

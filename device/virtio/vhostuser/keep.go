@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
@@ -104,7 +105,8 @@ type keeping struct {
 	to    Keeper // nil: nothing is kept
 	name  string // of the connection; prefix of the others
 	log   hclog.Logger
-	state int // a memory file, see statefile.go
+	state int          // a memory file, see statefile.go
+	lives *atomic.Bool // it is kept; see Server.Keeps
 }
 
 // keptState is the negotiated state. Fields may be added but not changed: the next process may be of another release.
@@ -161,23 +163,27 @@ func (k *keeping) begin(c *net.UnixConn, pipe int, s keptState) error {
 		return fmt.Errorf("memory file for the connection's state: %w", err)
 	}
 	k.write(&s)
-	k.keep(k.agreed(), fd)
-	k.keep(k.replies(), pipe)
+	parts := k.keep(k.agreed(), fd)
+	parts = k.keep(k.replies(), pipe) && parts
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
 	}
-	return raw.Control(func(fd uintptr) { k.keep(k.connection(), int(fd)) })
+	return raw.Control(func(fd uintptr) { k.lives.Store(k.keep(k.connection(), int(fd)) && parts) })
 }
 
-func (k *keeping) keep(name string, fd int) {
+// keep stores a descriptor, and reports whether it did.
+func (k *keeping) keep(name string, fd int) bool {
 	if k.to == nil {
-		return
+		return false
 	}
-	if err := k.to.Keep(name, fd); err != nil {
+	err := k.to.Keep(name, fd)
+	if err != nil {
 		k.log.Warn("cannot be stored with systemd: the VM will lose this device when vnicd restarts", "what", name, "error",
 			err)
+		k.lives.Store(false)
 	}
+	return err == nil
 }
 
 func (k *keeping) forget(name string) {
@@ -217,6 +223,7 @@ func (k *keeping) end(files []fileID, others []string) {
 	if k.state >= 0 {
 		_ = unix.Close(k.state)
 	}
+	k.lives.Store(false)
 	k.to = nil // teardown follows, which must not be stored
 }
 
@@ -323,6 +330,7 @@ func (se *session) adopt(kept Kept) error {
 		se.untold = true
 		se.backend.configChanged(se.log) // waits for announce, or until rings start
 	}
+	se.kept.lives.Store(true)
 	se.log.Info("resumed a VM of the previous vnicd", "memory_regions", len(s.Regions), "driver", live, "continued",
 		goesOn)
 	return nil

@@ -89,6 +89,7 @@ type Server struct {
 	cancel   context.CancelFunc
 	wg       sync.WaitGroup
 	once     sync.Once
+	keeps    atomic.Bool // the keeper has the connection that is being served
 	wrecked  atomic.Bool // the device cannot be used any more: slot stays taken
 
 	mu   sync.Mutex
@@ -175,6 +176,9 @@ func (s *Server) begin(c *net.UnixConn, kept Kept) {
 	s.wg.Add(1)
 	go s.serve(t, kept)
 }
+
+// Keeps reports whether a front end is connected whose connection outlives this process. Any goroutine.
+func (s *Server) Keeps() bool { return s.keeps.Load() }
 
 // Close ends the connection, if any, and removes the socket. It returns after the device has been disconnected. It may
 // be called twice.

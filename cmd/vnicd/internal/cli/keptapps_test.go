@@ -311,6 +311,16 @@ func (e *end) receive(ctx context.Context) error {
 	}
 }
 
+// outlive checks what status says that connections outlive.
+func (k *keptDaemon) outlive(want map[string]daemon.Outlives) {
+	k.Helper()
+	for _, v := range k.status().VMs {
+		if v.Outlives != want[v.Name] {
+			k.Errorf("%s outlives %q, want %q", v.Name, v.Outlives, want[v.Name])
+		}
+	}
+}
+
 // both uses a connection in both directions until finish. An error fails the test at once.
 func (k *keptDaemon) both(ctx context.Context, a, b *end) (finish func()) {
 	ctx, cancel := context.WithCancel(ctx)
@@ -389,6 +399,7 @@ vms: [{name: two, network: blue, mac: "02:00:00:00:00:02"}]
 			if err := connect(ctx, a, b, strings.Contains(tc.config, "[10.0.0.2]")); err != nil {
 				t.Fatal(err)
 			}
+			k.outlive(map[string]daemon.Outlives{"one": daemon.OutlivesKill, "two": daemon.OutlivesKill})
 			finish := k.both(ctx, a, b)
 			rng := rand.New(rand.NewPCG(1, 1))
 			kills, upgrades := *killTimes, *killTimes/4
@@ -560,6 +571,7 @@ vms: [{name: two, network: blue, mac: "02:00:00:00:00:02"}]
 	if err := connect(ctx, a, b, false); err != nil {
 		t.Fatal(err)
 	}
+	k.outlive(map[string]daemon.Outlives{"one": daemon.OutlivesNothing, "two": daemon.OutlivesKill})
 	finish := k.both(ctx, a, b)
 	k.moves(a, b)
 	finish()

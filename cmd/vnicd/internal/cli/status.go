@@ -27,6 +27,9 @@ func (a *app) statusCmd() *cobra.Command {
 		Long: `Without an argument: tunnels, networks with their ports, VMs. With a VM: its two
 devices, queue pairs, counters and page faults. -j prints everything as JSON.
 
+"outlives" says what open RDMA connections survive: a restart or upgrade of
+vnicd, a kill, or nothing.
+
 ` + whichSocket,
 		Args: args(cobra.MaximumNArgs(1)),
 		RunE: func(cmd *cobra.Command, argv []string) error {
@@ -139,8 +142,8 @@ func showAll(w io.Writer, s *daemon.Status) {
 	}
 	t := table(w)
 	for _, v := range s.VMs {
-		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s%s\n", what(&v), v.Name, v.Network, v.MAC,
-			netState(&v), hcaState(&v.HCA), len(v.HCA.QPs), v.HCA.MRs, dmaState(&v), going(&v))
+		fmt.Fprintf(t, "%s %s\tnetwork %s\tmac %s\tnet %s\thca %s\t%d QPs\t%d MRs%s%s%s\n", what(&v), v.Name, v.Network,
+			v.MAC, netState(&v), hcaState(&v.HCA), len(v.HCA.QPs), v.HCA.MRs, outlives(v.Outlives), dmaState(&v), going(&v))
 	}
 	t.Flush()
 }
@@ -168,6 +171,17 @@ func going(v *daemon.VMStatus) string {
 	return ""
 }
 
+// outlives tells which ends of vnicd a connection outlives; "" without a connection.
+func outlives(o daemon.Outlives) string {
+	switch o {
+	case daemon.OutlivesKill:
+		return " outlives restart, kill"
+	case "":
+		return ""
+	}
+	return " outlives " + string(o)
+}
+
 // dmaState is "" unless the VM's devices are restricted.
 func dmaState(v *daemon.VMStatus) string {
 	if v.DMA.Attribute == translate.UplinkReadWrite {
@@ -181,7 +195,8 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	if !v.IsApplication() {
 		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
 	}
-	fmt.Fprintf(w, "hca %s socket %s path mtu %d\n", hcaState(&v.HCA), v.HCASocket, v.HCA.PortMTU)
+	fmt.Fprintf(w, "hca %s socket %s path mtu %d%s\n", hcaState(&v.HCA), v.HCASocket, v.HCA.PortMTU,
+		outlives(v.Outlives))
 	if r := v.DMA.Refused; v.DMA.Attribute != translate.UplinkReadWrite || r != (translate.Denied{}) {
 		fmt.Fprintf(w, "dma %v, refused %d reads, %d writes\n", v.DMA.Attribute, r.Reads, r.Writes)
 	}

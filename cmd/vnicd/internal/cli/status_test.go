@@ -41,23 +41,25 @@ func TestShowFaults(t *testing.T) {
 	dma := daemon.DMAStatus{Attribute: translate.UplinkReadOnly, Refused: translate.Denied{Reads: 1, Writes: 23}}
 	control := worktime.Status{Percent: 50, Delayed: 6, Commands: 1234567 * time.Nanosecond,
 		Messages: 2 * time.Second, Paging: 3 * time.Minute}
-	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", DMA: dma, Control: control, HCA: hca.Status{
-		EngineTime: 1500 * time.Microsecond,
-		QPs:        []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
-		Stats:      map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
-		HostMemory: translate.AccountStatus{Limit: 300 << 20, Used: 5 << 20, Most: 6 << 20, Refused: 8,
-			By: map[string]uint64{"device": 1 << 20, "qps": 4 << 20}},
-		Faults: hca.FaultStatus{
-			Parked: 2,
-			Guest: hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond,
-				Max: 2 * time.Millisecond, Buckets: []uint64{0, 0, 3, 1}},
-			Host:          hca.FaultQueue{Raised: 4, Resumed: 4, Buckets: []uint64{0, 0, 0, 0, 4}},
-			Invalidations: 11, EpochsFlipped: 12, Drains: 13, LongestDrain: 1234567 * time.Nanosecond,
-		},
-	}}
+	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", Outlives: daemon.OutlivesKill,
+		DMA: dma, Control: control, HCA: hca.Status{
+			EngineTime: 1500 * time.Microsecond,
+			QPs:        []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
+			Stats:      map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
+			HostMemory: translate.AccountStatus{Limit: 300 << 20, Used: 5 << 20, Most: 6 << 20, Refused: 8,
+				By: map[string]uint64{"device": 1 << 20, "qps": 4 << 20}},
+			Faults: hca.FaultStatus{
+				Parked: 2,
+				Guest: hca.FaultQueue{Raised: 5, Resumed: 3, Failed: 1, Waiting: 1, Mean: 12345 * time.Nanosecond,
+					Max: 2 * time.Millisecond, Buckets: []uint64{0, 0, 3, 1}},
+				Host:          hca.FaultQueue{Raised: 4, Resumed: 4, Buckets: []uint64{0, 0, 0, 0, 4}},
+				Invalidations: 11, EpochsFlipped: 12, Drains: 13, LongestDrain: 1234567 * time.Nanosecond,
+			},
+		}}
 	var b strings.Builder
 	showVM(&b, v)
 	for _, want := range []string{
+		"\nhca down socket  path mtu 0 outlives restart, kill\n",
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",

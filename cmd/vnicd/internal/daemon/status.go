@@ -76,10 +76,35 @@ type VMStatus struct {
 	Net       vnet.Status `json:"net"`             // zero for an application
 	HCA       hca.Status  `json:"hca"`
 
+	// Outlives is what the HCA's connection outlives, with what its programs have open.
+	Outlives Outlives `json:"outlives,omitempty"`
+
 	Memory hostdriver.Status `json:"memory"`
 	DMA    DMAStatus         `json:"dma"`
 
 	Control worktime.Status `json:"control"` // processor time outside of the engines
+}
+
+// Outlives is an end of this process; "": there is no connection.
+type Outlives string
+
+// What a connection outlives.
+const (
+	OutlivesNothing Outlives = "nothing"
+	OutlivesRestart Outlives = "restart" // in good order, upgrades among them
+	OutlivesKill    Outlives = "kill"    // and a restart
+)
+
+func (v *vm) outlives(h *hca.Status) Outlives {
+	switch {
+	case !h.Connected:
+		return ""
+	case !v.srv.Keeps():
+		return OutlivesNothing
+	case h.Journal || !h.Up && !h.Paused: // or there is no driver that would lose anything
+		return OutlivesKill
+	}
+	return OutlivesRestart
 }
 
 // DMAStatus is what a VM's devices may do to its memory (PF-3), and what was refused.
@@ -136,5 +161,6 @@ func (v *vm) status(cfg *config.Config) VMStatus {
 	if v.net != nil {
 		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()
 	}
+	s.Outlives = v.outlives(&s.HCA)
 	return s
 }

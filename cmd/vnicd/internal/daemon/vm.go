@@ -30,6 +30,7 @@ type vm struct {
 	port *vswitch.VMPort
 	net  *vnet.Device // nil: an application
 	hca  *hca.Device
+	srv  *vhostuser.Server // of the HCA's socket
 
 	budget    *hostdriver.Budget  // of both sockets
 	work      *worktime.Account   // likewise, and of the HCA's commands
@@ -157,16 +158,18 @@ func (v *vm) open(d *Daemon) (err error) {
 	kept.Continuity, kept.Blameless = &d.continuity, d.blameless
 	if a := c.Application; a != nil {
 		kept.KeepAs, kept.MaxMemory, kept.Sealed = "app/"+c.Name, a.Memory, true
-		return v.listen(kept, v.hca)
+		v.srv, err = v.listen(kept, v.hca)
+		return err
 	}
 	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not
 	// survive the end of its connection.
 	socket.Path = d.cfg.NetSocket(c)
 	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	if err := v.listen(socket, v.net); err != nil {
+	if _, err := v.listen(socket, v.net); err != nil {
 		return err
 	}
-	return v.listen(kept, v.hca)
+	v.srv, err = v.listen(kept, v.hca)
+	return err
 }
 
 // checkFiles finds out whether connections of applications can be kept: whether this process can make memory files that
@@ -214,13 +217,13 @@ func (d *Daemon) resend() {
 }
 
 // listen serves a device on a socket.
-func (v *vm) listen(c vhostuser.Config, dev virtio.Device) error {
+func (v *vm) listen(c vhostuser.Config, dev virtio.Device) (*vhostuser.Server, error) {
 	srv, err := vhostuser.Listen(c, dev, v.gvmi)
 	if err != nil {
-		return fmt.Errorf("socket %s: %w", c.Path, err)
+		return nil, fmt.Errorf("socket %s: %w", c.Path, err)
 	}
 	v.undo.push(func() { _ = srv.Close() })
-	return nil
+	return srv, nil
 }
 
 func (v *vm) kind() vswitch.Kind {

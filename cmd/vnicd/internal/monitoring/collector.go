@@ -178,6 +178,8 @@ var (
 	vmEngine  = counter("vm_engine_seconds_total",
 		"Time that engines work for a face of the VM's NIC, estimated from samples.", "vm", "face")
 
+	hcaOutlives = gauge("hca_outlives", "Whether the HCA's connection outlives that end of vnicd: a restart, a kill. Of VMs "+
+		"and applications that are connected.", "vm", "end")
 	hcaLink = gauge("hca_link_up", "Whether the HCA's port is up: 0 while the VM's dma is blocked.", "vm")
 	hcaMTU  = gauge("hca_mtu_bytes", "Path MTU of the HCA's port.", "vm")
 	hcaGIDs = gauge("hca_gids", "Entries of the HCA's GID table.", "vm")
@@ -478,6 +480,10 @@ func (e emitter) vm(v *daemon.VMStatus) {
 	e.yes(vmUp, v.HCA.Up, v.Name, "hca")
 	e.yes(vmBroken, v.Net.Broken != "", v.Name, "net")
 	e.yes(vmBroken, v.HCA.Failed, v.Name, "hca")
+	if o := v.Outlives; o != "" {
+		e.yes(hcaOutlives, o != daemon.OutlivesNothing, v.Name, "restart")
+		e.yes(hcaOutlives, o == daemon.OutlivesKill, v.Name, "kill")
+	}
 	e.hca(v.Name, &v.HCA)
 	e.time(vmControl, v.Control.Commands, v.Name, "commands")
 	e.time(vmControl, v.Control.Messages, v.Name, "messages")

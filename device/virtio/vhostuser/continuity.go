@@ -22,6 +22,7 @@ type ContinuityStatus struct {
 	Continued int           // running devices that go on where the previous process stopped them
 	Silence   time.Duration // the longest time for which one of these stood still
 	Revived   int           // devices with a driver that go on where the previous process was killed
+	Lost      int           // devices with a driver that do not go on: it begins anew, or has lost its device
 }
 
 // Status returns the present state.
@@ -63,6 +64,8 @@ func (c *Continuity) count(how outcome, silence time.Duration) (left int) {
 		c.s.Silence = max(c.s.Silence, silence)
 	case revived:
 		c.s.Revived++
+	case lost:
+		c.s.Lost++
 	}
 	return c.s.Pending
 }
@@ -71,7 +74,8 @@ func (c *Continuity) count(how outcome, silence time.Duration) (left int) {
 type outcome int
 
 const (
-	anew      outcome = iota // the driver begins anew, or there was none
+	anew      outcome = iota // there was no driver, or no connection
 	continued                // from what the previous process handed over
 	revived                  // from what it kept when it was killed
+	lost                     // not at all, though it had a driver
 )

@@ -264,6 +264,8 @@ func (se *session) adoptCounted(kept Kept) error {
 			how = revived
 		case se.backend.isLive() && se.silence > 0:
 			how = continued
+		case se.drove && !se.goesOn:
+			how = lost
 		}
 		se.srv.cfg.Continuity.end(how, se.silence)
 	}()
@@ -282,6 +284,8 @@ func (se *session) adopt(kept Kept) error {
 	if err != nil {
 		return fmt.Errorf("the state: %w", err)
 	}
+	live := s.Live || s.Running.runs() // the process may have been killed before it wrote that a ring runs
+	se.drove = live || s.Handed.runs()
 	if err := se.adoptPipe(kept); err != nil {
 		return err
 	}
@@ -318,11 +322,11 @@ func (se *session) adopt(kept Kept) error {
 			return err
 		}
 	}
-	live := s.Live || s.Running.runs() // the process may have been killed before it wrote that a ring runs
 	se.wasLive, se.oldLive = live, live
 	se.untold = s.Untold
 	se.backend.hold() // QEMU may have begun to stop the rings
 	goesOn := se.takeOver(&s, kept)
+	se.goesOn = goesOn
 	if !goesOn && se.srv.cfg.Sealed {
 		return errors.New("the device's state cannot be continued, and its driver does not begin anew on a connection")
 	}

@@ -38,7 +38,7 @@ func TestKilled(t *testing.T) {
 				if !d.called("revive") || d.called("restore") {
 					t.Errorf("calls %q", d.dev.calls())
 				}
-				if s := d.c.Status(); s.Revived != 1 || s.Continued != 0 || s.Silence != 0 {
+				if s := d.c.Status(); s.Revived != 1 || s.Continued+s.Lost != 0 || s.Silence != 0 {
 					t.Errorf("counted: %+v", s)
 				}
 				if got := d.s.Names(); len(got) != countRuns {
@@ -48,7 +48,7 @@ func TestKilled(t *testing.T) {
 			// In good order, and killed again.
 			d.end()
 			d.next()
-			if s := d.c.Status(); s.Revived != 0 || s.Continued != 1 || !d.called("restore") {
+			if s := d.c.Status(); s.Revived+s.Lost != 0 || s.Continued != 1 || !d.called("restore") {
 				t.Errorf("counted: %+v", s)
 			}
 			roundTrip(t, f, m, 0, "handed over")
@@ -111,7 +111,7 @@ func TestKilledAfterReset(t *testing.T) {
 	anew(t, f)
 	roundTrip(t, f, m, 0, "after")
 	untold(t, f)
-	if s := d.c.Status(); s.Revived != 0 {
+	if s := d.c.Status(); s.Revived+s.Lost != 0 {
 		t.Errorf("counted: %+v", s)
 	}
 }
@@ -364,7 +364,7 @@ func TestDamagedRunning(t *testing.T) {
 			if got := d.s.Names(); len(got) < countIdle || len(got) > countIdle+3 { // calls of both rings, the new journal
 				t.Errorf("kept: %q", got)
 			}
-			if s := d.c.Status(); s.Revived+s.Continued > 0 {
+			if s := d.c.Status(); s.Revived+s.Continued > 0 || s.Lost != 1 {
 				t.Errorf("counted: %+v", s)
 			}
 			anew(t, f)

@@ -257,10 +257,10 @@ func (s *Server) serve(t *Transport, kept Kept) {
 	defer s.wg.Done()
 	defer kept.drop(s.cfg.Keeper)
 	var se *session
-	resumes := kept != nil // it is emptied
+	resumes, how := kept != nil, anew // kept is emptied
 	defer func() {
 		if resumes && (se == nil || !se.counted) {
-			s.cfg.Continuity.end(anew, 0)
+			s.cfg.Continuity.end(how, 0)
 		}
 		s.mu.Lock()
 		s.conn = nil
@@ -281,6 +281,9 @@ func (s *Server) serve(t *Transport, kept Kept) {
 		var err error
 		if resumed, err = s.try(kept); err != nil {
 			s.refuseKept(t, err)
+			if !errors.Is(err, context.Canceled) {
+				how = lost
+			}
 			return
 		}
 	}

@@ -53,6 +53,8 @@ type session struct {
 	wasLive bool          // the running driver does not know yet that the process was replaced
 	untold  bool          // the driver was not told yet that the device lost its state
 	revived bool          // the device goes on where the previous process was killed
+	drove   bool          // the previous process's device had a driver
+	goesOn  bool          // the device goes on where the previous process stopped, however that ended
 	refused bool          // the front end's last message ended the connection
 	leaving bool          // the state for the next process is complete
 }

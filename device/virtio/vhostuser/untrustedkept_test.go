@@ -154,6 +154,7 @@ func TestUntrustedNotContinued(t *testing.T) {
 			x.damage(t, d)
 			d.next()
 			testutil.Eventually(t, "the log has the reason", func() bool { return strings.Contains(d.log.String(), x.want) })
+			testutil.Eventually(t, "the connection is counted", func() bool { return d.c.Status().Lost == 1 })
 			d.most = untrustedMemory
 			if name == "lower limit" {
 				_ = d.srv.Close()

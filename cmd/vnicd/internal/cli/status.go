@@ -100,6 +100,9 @@ func showAll(w io.Writer, s *daemon.Status) {
 	if n := s.Continued.Revived; n > 0 {
 		fmt.Fprintf(w, "continued %d HCAs after the previous vnicd was killed\n", n)
 	}
+	if n := s.Continued.Lost; n > 0 {
+		fmt.Fprintf(w, "%d HCAs did not go on; the log says why\n", n)
+	}
 	if v := s.VTEP; v != nil {
 		fmt.Fprintf(w, "vtep %s port %d dev %s mtu %d rx %d tx %d%s\n", v.Local, v.Port, v.Device, v.MTU, v.InFrames,
 			v.OutFrames, drops(v.Drops))

@@ -63,6 +63,9 @@ configuration has another control socket now, name that of the running daemon by
 				time.Duration(r.Silence*float64(time.Second)).Round(time.Millisecond))
 			fmt.Fprintf(a.out, "HCAs that go on: %d, stood still for at most %v\n", r.HCAs.HCAs,
 				time.Duration(r.HCAs.Silence*float64(time.Second)).Round(time.Millisecond))
+			if n := r.HCAs.Lost; n > 0 {
+				fmt.Fprintf(a.out, "HCAs that did not go on: %d; the log says why\n", n)
+			}
 			return nil
 		},
 	}

@@ -48,11 +48,12 @@ type ContinuedStatus struct {
 	HCAs    int     `json:"hcas"`            // of running VMs: went on where the previous vnicd stopped them
 	Silence float64 `json:"silence_seconds"` // the longest time for which one of these stood still
 	Revived int     `json:"revived"`         // went on where the previous vnicd was killed
+	Lost    int     `json:"lost"`            // of running VMs: did not go on; their programs got flush errors, see the log
 }
 
 func (d *Daemon) continued() ContinuedStatus {
 	s := d.continuity.Status()
-	return ContinuedStatus{s.Pending, s.Continued, s.Silence.Seconds(), s.Revived}
+	return ContinuedStatus{s.Pending, s.Continued, s.Silence.Seconds(), s.Revived, s.Lost}
 }
 
 // IsApplication reports whether this is a host application.

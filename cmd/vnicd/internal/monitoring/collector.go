@@ -45,6 +45,7 @@ var (
 	continued    = gauge("continued_hcas", "HCAs of running VMs that go on where the previous daemon stopped them.")
 	silence      = gauge("continued_silence_seconds", "Longest time for which one of these HCAs stood still.")
 	revived      = gauge("revived_hcas", "HCAs that go on where the previous daemon was killed.")
+	lost         = gauge("lost_hcas", "HCAs of running VMs that did not go on: their programs got flush errors.")
 	resuming     = gauge("resuming_hcas", "HCAs of the previous daemon's VMs that are being resumed.")
 	upgrades     = counter("keeper_upgrades_total", "Upgrades that this daemon's keeper had tried when it started this daemon.")
 	notUpgraded  = counter("keeper_failed_upgrades_total", "Those of them after which the previous program ran on.")
@@ -301,6 +302,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.put(continued, float64(s.Continued.HCAs))
 	e.put(silence, s.Continued.Silence)
 	e.put(revived, float64(s.Continued.Revived))
+	e.put(lost, float64(s.Continued.Lost))
 	e.put(resuming, float64(s.Continued.Pending))
 	if k := s.Keeper; k != nil {
 		e.count(upgrades, uint64(k.Upgrades))

@@ -16,7 +16,7 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 //
 // A timer that expires late says that this loop did not run: the response may have arrived meanwhile, and timers expire
 // before what has arrived is received. So such an expiry is no expiry. The timer runs once more, for as long as it was
-// late: what has accumulated meanwhile is received by then.
+// late: what has accumulated meanwhile is received by then. A loop that is always late sends every second probe.
 
 const (
 	probeMin    = 4e6 // ns
@@ -50,7 +50,7 @@ type lossRecovery struct {
 	timedPSN  uint64 // the response time is measured when una reaches this PSN; 0: no measurement is running
 	timedAt   int64  // when the packet before timedPSN was sent
 
-	late        uint8 // how often this timeout had no effect because it was late
+	late        uint8 // how often in a row an expiry had no effect because it was late
 	silentSince int64 // since when the peer has not answered the oldest packet, which was sent again; 0: it was not
 }
 
@@ -124,12 +124,15 @@ func (l *lossRecovery) measureRTT(una uint64, now int64) {
 
 // isLate reports whether the retransmission timer, which is late by that many ns, is to run once more.
 func (l *lossRecovery) isLate(now, late int64) bool {
-	if late < lateTimer || l.late == maxLate {
+	deferrals := uint8(1) // of a probe: a loop that is always late shall send some
+	if now >= l.timeoutAt {
+		deferrals = maxLate
+	}
+	if late < lateTimer || l.late >= deferrals {
+		l.late = 0
 		return false
 	}
-	if now >= l.timeoutAt {
-		l.late++
-	}
+	l.late++
 	l.rtxAt = now + min(late, l.timeout)
 	return true
 }

@@ -195,14 +195,14 @@ func (d *Device) Quarantine(on bool) {
 	}
 }
 
-// Resend makes the device's RC QPs send again what is in flight, and ask for what they expect: their peers may have
-// come back since they sent, and what peers sent meanwhile is lost. From any goroutine but loops.
+// Resend makes the device's RC QPs send again what is in flight, and acknowledge once more: their peers may have come
+// back since they sent. From any goroutine but loops.
 func (d *Device) Resend() {
 	for _, e := range d.data.engines {
 		_ = e.visit(func() { // a device without memory has stopped
 			if !e.frozen {
 				e.freeze()
-				e.goOn(true)
+				e.thaw()
 			}
 		})
 	}

@@ -268,10 +268,7 @@ func (e *engine) freeze() {
 func (e *engine) answersFrozen() bool { return e.frozen && e.space != nil && !e.dev.broken.Load() }
 
 // thaw ends freeze, and processes timers, doorbells and events that were missed.
-func (e *engine) thaw() { e.goOn(false) }
-
-// goOn is thaw. missed: frames for this engine were lost meanwhile.
-func (e *engine) goOn(missed bool) {
+func (e *engine) thaw() {
 	e.frozen = false
 	t, ok := e.enter()
 	if !ok {
@@ -282,9 +279,6 @@ func (e *engine) goOn(missed bool) {
 		if q := e.dev.qps[i].Load(); q != nil && q.engine == e {
 			e.touch(q)
 			q.t.Thaw(e.loop.Now())
-			if missed {
-				q.t.Missed()
-			}
 			q.t.Timer(e.loop.Now())
 			e.schedule(q)
 		}

@@ -139,14 +139,14 @@ func (q *QP) Thaw(now int64) {
 			q.wake()
 		}
 	case f.arrivals > 0:
-		q.Missed()
+		q.askAgain()
 	}
 }
 
-// Missed says that requests may have arrived for q that nobody has received. The responder asks, once, for the one that
-// it expects, so that the peer need not wait for its timeout: it sends again what is in flight. If that is nothing, it
-// ignores the NAK, as any response to no request (IBTA 9.7.5.1).
-func (q *QP) Missed() {
+// askAgain makes the responder ask, once, for the request that it expects, because it has left requests without an
+// answer: the peer need not wait for its timeout, and sends again what is in flight. It must not be called if requests
+// may be on their way: a peer with no retries left would take the NAK for the last one.
+func (q *QP) askAgain() {
 	r := &q.resp
 	if q.closed || q.typ != RC || q.state < RTR || q.state == Err || r.fatal.syndrome != 0 || r.nak != 0 ||
 		q.faults.request.cause != waitNone || r.reorder.arrived.Any() {

@@ -136,70 +136,49 @@ func TestFrozenResponder(t *testing.T) {
 	b.wantResp(sent, ackOf(101))
 }
 
-// A responder asks for requests that it may have missed, or has not answered in a pause. A requester with nothing in
-// flight does not mind, and one whose request was lost sends it again at once, not after its timeout.
-func TestMissed(t *testing.T) {
+// After a pause a responder asks for requests that it has not answered, once, and only then.
+func TestAsksAgain(t *testing.T) {
 	o := opts()
 	o.psnA = 100
-	t.Run("responder", func(t *testing.T) {
-		f, b, sent := lone(t, o)
-		b.reg(2, 0, 1<<16, allAccess)
-		b.q.Missed()
-		b.runAll()
-		b.wantResp(sent, nakOf(100, wire.NAKSequence))
-		write := craft{op: wire.OpRCWriteOnly, psn: 100, ack: true, key: 2, length: 4, data: []byte("data")}
-		b.inject(write)
-		b.wantResp(sent, ackOf(100))
-		b.paused = true
-		b.q.Freeze(f.now)
-		write.psn++
-		fr := b.frame(write)
-		if err := wire.ParseRoCE(fr, header.Locate(fr), &f.p); err != nil {
-			t.Fatal(err)
-		}
-		b.q.ReceiveFrozen(f.now, &f.p)
-		b.paused = false
-		b.q.Thaw(f.now)
-		b.runAll()
-		b.wantResp(sent, nakOf(101, wire.NAKSequence))
-		b.inject(write)
-		b.wantResp(sent, ackOf(101))
-		b.q.Freeze(f.now) // nothing arrives
-		b.q.Thaw(f.now)
-		b.runAll()
-		b.wantResp(sent)
-	})
-	for _, op := range []WROpcode{WRWrite, WRRead, WRFetchAdd} {
-		t.Run(fmt.Sprint(op), func(t *testing.T) {
-			f := newFabric(t, 1)
-			o := o
-			o.backA, o.timeout, o.retry = true, 20, 1
-			a, b := f.pair(o)
-			a.reg(1, 0, 1<<16, allAccess)
-			b.reg(2, 0, 1<<16, allAccess)
-			post := func() { a.post(WQE{Opcode: op, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}}) }
-			post()
-			f.until("the first request", 1e9, func() bool { return len(a.sends) == 1 })
-			b.q.Missed()
-			b.run = true
-			f.after(1e6, func() {})
-			for f.step() {
-			}
-			post()
-			f.until("the second request", 1e9, func() bool { return len(a.sends) == 2 })
-			lost := 0
-			a.onTx = func(*wire.RoCE, []byte) bool { lost++; return lost == 1 }
-			post()
-			f.after(100e3, func() {
-				b.q.Missed()
-				b.run = true
-			})
-			begin := f.now
-			f.until("the lost request", 1e9, func() bool { return len(a.sends) == 3 })
-			if d := f.now - begin; lost < 2 || d > 1e6 {
-				t.Errorf("%d frames, done after %d ns", lost, d)
-			}
-			a.wantSends(StatusSuccess, StatusSuccess, StatusSuccess)
-		})
+	f, b, sent := lone(t, o)
+	b.reg(2, 0, 1<<16, allAccess)
+	write := craft{op: wire.OpRCWriteOnly, psn: 100, ack: true, key: 2, length: 4, data: []byte("data")}
+	b.paused = true
+	b.q.Freeze(f.now)
+	fr := b.frame(write)
+	if err := wire.ParseRoCE(fr, header.Locate(fr), &f.p); err != nil {
+		t.Fatal(err)
 	}
+	b.q.ReceiveFrozen(f.now, &f.p)
+	b.paused = false
+	b.q.Thaw(f.now)
+	b.runAll()
+	b.wantResp(sent, nakOf(100, wire.NAKSequence))
+	b.inject(write)
+	b.wantResp(sent, ackOf(100))
+	b.q.Freeze(f.now) // nothing arrives
+	b.q.Thaw(f.now)
+	b.runAll()
+	b.wantResp(sent)
+}
+
+// A process that was killed may have executed an ATOMIC WRITE and a WRITE behind it. The next one repeats neither: the
+// requester or the guest may have replaced what they stored.
+func TestAtomicWriteStoredBefore(t *testing.T) {
+	o := opts()
+	o.psnA, o.destRd = 0, 2
+	_, b, sent := lone(t, o)
+	mem := b.reg(2, 0, 64, allAccess)
+	put := func(psn uint32, v string) {
+		b.inject(craft{op: wire.OpRCAtomicWrite, psn: psn, key: 2, va: 8, length: 8, data: []byte(v)})
+		b.runAll()
+	}
+	put(0, "original")
+	b.q.Revived(b.q.Expected() + 1)
+	put(1, "repeated")
+	same(t, "memory", mem.buf[8:16], []byte("original"))
+	put(2, "the next")
+	same(t, "memory", mem.buf[8:16], []byte("the next"))
+	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
+	b.wantResp(sent, only(0), only(1), only(2))
 }

@@ -87,7 +87,7 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 		}
 		q.req.nxt += n
 		q.req.una, q.req.sent = q.req.nxt, q.req.nxt
-		if s.info.kind == kindWrite {
+		if s.info.kind == kindWrite || s.info.kind == kindAtomicWrite {
 			p.memory.Stored(p.resp.epsn)
 		}
 		if s.info.kind.needsResponse() {

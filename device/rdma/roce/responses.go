@@ -130,7 +130,13 @@ func (q *QP) executeAtomic() verdict {
 	} else if r = q.resp.newResource(); r == nil {
 		return vInvReq
 	}
-	old, m := q.memory.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd)
+	var old uint64
+	var m translate.Miss
+	if r == nil && q.resp.epsn < q.resp.stored { // a repetition, as of a WRITE
+		m = q.memory.CheckRemote(a.key, a.va, atomicLen, translate.RemoteWrite)
+	} else if old, m = q.memory.AtomicRemote(a.key, a.va, atomicOps[a.op], a.compare, a.swapAdd); m.OK() && r == nil {
+		q.memory.Stored(q.resp.epsn + 1)
+	}
 	if m.Fault() {
 		q.waitFor(Responder, &q.faults.request, waitAtomic, q.resp.epsn, m)
 		return vParked

@@ -365,6 +365,8 @@ func (d *Device) finishPast(p *past) error {
 			return err
 		}
 	}
+	// The one of each CQ that was being posted comes first: its place in the ring is taken, and engines share CQs.
+	slices.SortStableFunc(p.outputs, func(a, b pastOutput) int { return t.underWay(&b) - t.underWay(&a) })
 	for i := range p.outputs {
 		if err := d.showPast(&p.outputs[i]); err != nil {
 			return err
@@ -410,6 +412,14 @@ func (d *Device) publishPast(e *engine) {
 			}
 		}
 	}
+}
+
+// underWay returns 1 for a completion that has the next place in its ring, and may be there already.
+func (t *tables) underWay(p *pastOutput) int {
+	if o, ok := t.cqs[p.cqn]; ok && p.place.Load() == o.q.seq {
+		return 1
+	}
+	return 0
 }
 
 // showPast posts a completion, unless it is in the ring.

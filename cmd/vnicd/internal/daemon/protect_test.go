@@ -128,7 +128,8 @@ func (h *twoHosts) start(protect bool) {
 		if err != nil {
 			h.t.Fatal(err)
 		}
-		h.t.Cleanup(func() { _ = h.d[i].Close() })
+		d := h.d[i]
+		h.t.Cleanup(func() { _ = d.Close() })
 	}
 }
 

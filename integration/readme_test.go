@@ -122,6 +122,7 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 		}
 	},
 	"make test-kernels":           inSource("--dry-run"), // hours of VM tests, each of which can run alone
+	"make bench ONLY=journal_":    inSource(`ROUNDS=1 TIME=50ms`),
 	"make bench":                  inSource(`ONLY=local_write_lat ROUNDS=1 TIME=50ms`),
 	"make image":                  inSource(""),
 	"make module":                 inSource("BUILD=%s"),
@@ -197,7 +198,9 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"sudo vnicd fdb add": func(u *user, t *testing.T, command string) {
 		u.run(t, command+" 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	},
-	"vnicd check":       asIs,
+	"vnicd check": asIs,
+	// TestUpgradeKept and TestKill run it; here the service runs.
+	"vnicd run --keep":  func(u *user, t *testing.T, command string) { u.run(t, command+" --help") },
 	"sudo vnicd reload": asIs,
 	"vnicd connection":  asIs,
 	"vnicd network|vm|fdb|neigh --help": func(u *user, t *testing.T, command string) {

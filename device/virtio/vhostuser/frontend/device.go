@@ -232,6 +232,8 @@ func (d *Device) openBackend() error {
 	err = d.client.SetBackendReqFD(fds[1])
 	_ = unix.Close(fds[1])
 	if err != nil {
+		_ = d.backend.Close()
+		d.backend = nil // Close does not wait for a back end that has not got it
 		return err
 	}
 	d.wg.Add(1)

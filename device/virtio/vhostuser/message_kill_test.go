@@ -355,3 +355,51 @@ func TestOpenOutlivesKills(t *testing.T) {
 		open(given, i, 2*i)
 	}
 }
+
+// TestSetUpRepeated: of a network card nothing is kept, and nothing need be. Whenever the process is killed while a
+// front end sets it up, or later, the front end that connects again and says everything anew is served, as QEMU does.
+func TestSetUpRepeated(t *testing.T) {
+	var mu sync.Mutex
+	left := 0
+	defer vhostuser.SetCrossed(func(step string) {
+		mu.Lock()
+		defer mu.Unlock()
+		if step == "replied" { // as before the next message
+			return
+		}
+		if left--; left == 0 {
+			panic("killed")
+		}
+	})()
+	path := filepath.Join(t.TempDir(), "s")
+	process := func(steps int) (end func()) {
+		mu.Lock()
+		left = steps
+		mu.Unlock()
+		dev := card{newLasting(), &mortal{}}
+		dev.mute = true
+		srv, err := vhostuser.Listen(vhostuser.Config{Path: path}, dev, 9)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return func() { _ = srv.Close() }
+	}
+	for n, killed := 1, true; killed; n++ {
+		m := memory(t, regions...)
+		cfg := frontend.Config{Path: path, Memory: m, NumQueues: 2, Features: echoFeature}
+		end := process(n)
+		f, err := frontend.Open(testContext(t), cfg)
+		if killed = err != nil; killed {
+			end()
+			end = process(0)
+			f = open(t, cfg)
+		} else if n < 70 {
+			t.Fatalf("only %d steps", n)
+		}
+		for i := range f.NumQueues() {
+			polled(t, f, m, i, "set up")
+		}
+		_ = f.Close()
+		end()
+	}
+}

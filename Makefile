@@ -43,12 +43,11 @@ demo: image build ## two VMs on two "hosts", RDMA between them (root is not need
 
 test: deps lint test-unit test-fuzz test-module test-vm ## everything: what CI runs
 
-# The packages whose tests take longest begin first. They wait for timers and processes now and then, so one package more
-# runs than there are processors. `make lint` vets all packages.
+# The packages whose tests take longest begin first. `make lint` vets all packages.
 SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser ./device/virtio/vnet ./guestdrv
 
 test-unit: deps ## unit tests with the race detector
-	$(GO) test -race -vet=off -p $$(($$(nproc) + 1)) -timeout 15m $(SLOWEST) $$($(GO) list ./... | grep -v '/integration$$')
+	$(GO) test -race -vet=off -timeout 15m $(SLOWEST) $$($(GO) list ./... | grep -v '/integration$$')
 
 test-whole: test-whole-messages test-whole-crash ## unit tests of which `make test-unit` runs a sample, as a whole
 

@@ -24,7 +24,7 @@ const (
 	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
 
 	lateTimer = 1e6 // ns; a loop that runs is not that late
-	// maxLate bounds how often a timeout is late and has no effect. In between the loop has received what was there.
+	// maxLate is how often in a row a late timeout has no effect. The next one counts, so a dead peer is noticed.
 	maxLate = 4
 )
 

@@ -13,8 +13,10 @@ import (
 )
 
 // Store is systemd's file descriptor store (FileDescriptorStoreMax=). systemd passes what is kept there to the service
-// at its next start, however the service ended. Names contain a slash, unlike those of sockets.
+// at its next start, however the service ended. Names contain a slash, unlike those of sockets. Its zero value is empty;
+// Kept, if it is called, comes first.
 type Store struct {
+	names   names
 	frozen  atomic.Bool
 	hurried atomic.Int64 // until when Keep does not wait, as time.Now().UnixNano()
 
@@ -24,6 +26,12 @@ type Store struct {
 	mu   sync.Mutex
 	next *barrier // the one that follows it, if anybody waits for that; guarded by mu
 }
+
+// Messages to the manager, which a name follows.
+const (
+	storeAs  = "FDSTORE=1\nFDNAME="
+	removeAs = "FDSTOREREMOVE=1\nFDNAME="
+)
 
 // barrier is sent once for all who wait for it: they have sent before what it is to confirm.
 type barrier struct {
@@ -42,9 +50,16 @@ const (
 // was killed before it reads them: what relies on fd, such as a driver's first queue, begins afterwards (CO-2). A
 // systemd that does not read its messages delays, but does not prevent it. Each name is a message of its own, because
 // all descriptors of a message get one name; but those who wait at the same time, such as the VMs that a daemon adopts
-// at its start, wait for one answer.
+// at its start, wait for one answer. A store that is full is an error: the next process could not be started.
 func (s *Store) Keep(name string, fd int) error {
-	if err := s.send("FDSTORE=1\nFDNAME="+name, fd); err != nil {
+	if !Managed() {
+		return nil
+	}
+	as, err := s.names.add(name, func(table int) error { return s.send(storeAs+namesFile, table) })
+	if err == nil {
+		err = s.send(storeAs+as, fd)
+	}
+	if err != nil {
 		return err
 	}
 	return s.confirm()
@@ -80,7 +95,11 @@ func (s *Store) hurriedFlush() error {
 	if now.UnixNano() < s.hurried.Load() {
 		return nil
 	}
+	removals := s.names.removed()
 	err := s.Flush(keepLimit)
+	if err == nil {
+		s.names.confirmed(removals)
+	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		s.hurried.Store(now.Add(hurry).UnixNano())
 		return nil
@@ -93,7 +112,7 @@ func (s *Store) Forget(name string) error {
 	if s.frozen.Load() {
 		return nil
 	}
-	return s.send("FDSTOREREMOVE=1\nFDNAME=" + name)
+	return s.names.remove(name, func(as string) error { return s.send(removeAs + as) })
 }
 
 // send sends one message at a time: the kernel queues few, and each that systemd reads would wake all who wait to send.
@@ -131,19 +150,39 @@ func (s *Store) Flush(limit time.Duration) error {
 // Ending reports whether Freeze was called.
 func (s *Store) Ending() bool { return s.frozen.Load() }
 
-// Kept returns the descriptors that were passed, by name. The caller owns them.
+// Kept returns the descriptors that were passed, by name. The caller owns them. What has no name is dropped.
 func (s *Store) Kept() map[string]int {
 	kept := map[string]int{}
-	passed(func(fd int, name string) bool {
-		switch _, twice := kept[name]; {
-		case !strings.Contains(name, "/"):
-		case twice:
-			_ = syscall.Close(fd)
+	table := -1
+	var stored []Descriptor
+	for _, d := range passedFiles() {
+		switch {
+		case !strings.Contains(d.Name, "/"): // a socket's
+			continue
+		case d.Name == namesFile && table < 0:
+			table = d.FD
 		default:
-			syscall.CloseOnExec(fd)
-			kept[name] = fd
+			stored = append(stored, d)
 		}
-		return true
-	})
+		syscall.CloseOnExec(d.FD)
+	}
+	if table >= 0 {
+		s.names.adopt(os.NewFile(uintptr(table), namesFile))
+	} else {
+		s.names.adopt(nil)
+	}
+	is := map[string]bool{}
+	for _, d := range stored {
+		name, err := s.names.passed(d.Name)
+		if err != nil {
+			_ = syscall.Close(d.FD)
+			if !is[d.Name] { // the name may be that of two
+				_ = s.send(removeAs + d.Name)
+			}
+			continue
+		}
+		kept[name], is[d.Name] = d.FD, true
+	}
+	s.names.settle()
 	return kept
 }

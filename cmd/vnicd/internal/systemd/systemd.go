@@ -20,6 +20,9 @@ const (
 	alive    = "WATCHDOG=1"
 )
 
+// sendLimit is how long a message may wait until the manager has read others. It is an error then.
+const sendLimit = 30 * time.Second
+
 // Managed reports whether a service manager listens.
 func Managed() bool { return os.Getenv("NOTIFY_SOCKET") != "" }
 
@@ -38,6 +41,7 @@ func notify(state string, fds ...int) error {
 		return fmt.Errorf("systemd: %w", err)
 	}
 	defer c.Close()
+	_ = c.SetWriteDeadline(time.Now().Add(sendLimit))
 	var rights []byte
 	if len(fds) > 0 {
 		rights = syscall.UnixRights(fds...)
@@ -108,8 +112,15 @@ type Descriptor struct {
 
 // Passed returns all descriptors that were passed. The caller owns them.
 func Passed() (all []Descriptor) {
+	all = passedFiles()
+	for _, d := range all {
+		syscall.CloseOnExec(d.FD)
+	}
+	return all
+}
+
+func passedFiles() (all []Descriptor) {
 	passed(func(fd int, name string) bool {
-		syscall.CloseOnExec(fd)
 		all = append(all, Descriptor{name, fd})
 		return true
 	})

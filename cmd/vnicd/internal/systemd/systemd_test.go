@@ -196,8 +196,11 @@ func TestStore(t *testing.T) {
 	stored := make(chan error, 1)
 	go func() { stored <- s.Keep("hca/one", int(f.Fd())) }()
 	b, oob := make([]byte, 100), make([]byte, 100)
+	if got := read(t, c); got != "FDSTORE=1\nFDNAME=names/1" {
+		t.Fatalf("%q", got)
+	}
 	n, oobn, _, _, err := c.ReadMsgUnix(b, oob)
-	if err != nil || string(b[:n]) != "FDSTORE=1\nFDNAME=hca/one" {
+	if err != nil || string(b[:n]) != "FDSTORE=1\nFDNAME=/0" {
 		t.Fatalf("%q, %v", b[:n], err)
 	}
 	select {
@@ -226,7 +229,7 @@ func TestStore(t *testing.T) {
 	if err := s.Forget("hca/one"); err != nil {
 		t.Fatal(err)
 	}
-	if got := read(t, c); got != "FDSTOREREMOVE=1\nFDNAME=hca/one" {
+	if got := read(t, c); got != "FDSTOREREMOVE=1\nFDNAME=/0" {
 		t.Errorf("%q", got)
 	}
 	flushed := make(chan error, 1)

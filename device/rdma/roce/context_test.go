@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/record"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
@@ -24,9 +25,10 @@ func (n *node) context() []byte {
 }
 
 // adopt replaces the QP by a new one with that context.
-func (n *node) adopt(context []byte) error {
+func (n *node) adopt(context []byte) error { return n.adoptFrom(record.Reader(context)) }
+
+func (n *node) adoptFrom(r *record.Codec) error {
 	q := NewQP(n.q.cfg, n)
-	r := record.Reader(context)
 	q.Context(r, n.f.now, anywhere)
 	if r.End() == nil {
 		n.q.Close()
@@ -300,5 +302,54 @@ func TestDamagedContext(t *testing.T) {
 	}
 	if refused == 0 || refused == len(good) {
 		t.Errorf("%d of %d contexts with a changed byte were refused", refused, len(good))
+	}
+}
+
+// A process is killed after it has sent the parts of a READ, which its journal does not have. The next one may have more
+// room for its requests: longer ones than the original, and those that begin before an earlier repetition, are dropped
+// by Linux rxe for good.
+func TestReadAfterKill(t *testing.T) {
+	f := newFabric(t, 1)
+	o := opts()
+	o.rd, o.destRd = 4, 4
+	a, b := f.pair(o)
+	const packets = 24
+	size := packets * int(a.q.mtu)
+	to := a.reg(1, 0, size, allAccess)
+	from := b.reg(2, 0, size, allAccess)
+	for i := range from.buf {
+		from.buf[i] = byte(i * 7)
+	}
+	const version = 4
+	w := record.Writer().Of(version)
+	a.q.Journal(w, f.now)
+	a.post(WQE{Opcode: WRRead, RKey: 2, Length: uint64(size), SGEs: []SGE{sge(1, 0, size)}})
+	a.q.recovery.cwnd.Size = 4 * recovery.WindowUnit
+	f.until("parts of the READ", 1e9, func() bool { return a.q.req.una > 2 })
+
+	f.pause(a, 1e6)
+	if err := a.adoptFrom(record.Reader(w.Bytes()).Of(version)); err != nil {
+		t.Fatal(err)
+	}
+	a.q.Revived(0)
+	clear(a.seen)
+	requests := 0
+	a.onTx = func(p *wire.RoCE, _ []byte) bool {
+		if p.Info.Op == wire.ReadRequest {
+			requests++
+			if n := p.RETH().Length; n > uint32(a.q.mtu) {
+				t.Errorf("PSN %d: a request of %d bytes", p.BTH.PSN, n)
+			}
+			if una := extend(a.q.req.una, p.BTH.PSN); una != a.q.req.una {
+				t.Errorf("PSN %d is requested, %d is not answered", una, a.q.req.una)
+			}
+		}
+		return requests%5 == 3
+	}
+	f.until("the READ", 60e9, func() bool { return len(a.sends) == 1 })
+	a.wantSends(StatusSuccess)
+	same(t, "memory", to.buf, from.buf)
+	if requests < packets {
+		t.Errorf("%d requests, want at least %d", requests, packets)
 	}
 }

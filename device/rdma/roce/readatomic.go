@@ -12,8 +12,9 @@ const atomicLen = 8
 // sendReadAtomic sends the request of slot cur from PSN nxt on. max_rd_atomic bounds the requests in flight (IBTA
 // 9.7.8.1).
 func (q *QP) sendReadAtomic(s *sendSlot) bool {
-	end, ok := q.requestEnd(s)
-	if !ok {
+	end, repeated := q.requestEnd(s)
+	full := q.req.readTail-q.req.readHead >= uint32(q.attr.MaxRdAtomic)
+	if !repeated && (full || q.partUnknown(s) && q.req.nxt != q.req.una) {
 		q.req.blocked = true
 		return false
 	}
@@ -59,7 +60,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		}
 		r.Encode(hdr)
 	}
-	if q.req.nxt >= q.req.sent {
+	if !repeated {
 		q.req.readEnds[q.req.readTail&uint32(len(q.req.readEnds)-1)] = end
 		q.req.readTail++
 	}
@@ -69,12 +70,12 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	return true
 }
 
-// requestEnd returns the end of the request that starts at nxt: the same as before if it is a repetition, else the end
-// of a new part. ok is false if max_rd_atomic requests are in flight.
+// requestEnd returns the end of the request that starts at nxt: the same as before if it is repeated, else the end of a
+// new part.
 //
 // A repetition is shorter than the original only if the peer has executed the original (selective.go). Otherwise the
 // peer would take the shorter request for the original.
-func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
+func (q *QP) requestEnd(s *sendSlot) (end uint64, repeated bool) {
 	if q.req.nxt < q.req.sent {
 		for i := q.req.readHead; i != q.req.readTail; i++ {
 			if e := q.req.readEnds[i&uint32(len(q.req.readEnds)-1)]; e > q.req.nxt {
@@ -84,15 +85,23 @@ func (q *QP) requestEnd(s *sendSlot) (end uint64, ok bool) {
 				return e, true
 			}
 		}
+		return q.req.nxt + 1, false
 	}
-	if q.req.readTail-q.req.readHead >= uint32(q.attr.MaxRdAtomic) {
-		return 0, false
+	if q.partUnknown(s) {
+		return q.req.nxt + 1, false
 	}
 	part := min(readChunk, q.recovery.cwnd.Packets())
 	if q.recovery.peerSelective && q.attr.MaxRdAtomic > 1 {
 		part = min(readChunk, max(q.recovery.cwnd.Packets()/2, 1)) // the part behind it shows that this one is lost
 	}
-	return min(s.end, q.req.nxt+part), true
+	return min(s.end, q.req.nxt+part), false
+}
+
+// partUnknown reports whether a killed process may have sent a READ at nxt, of a length that is unknown. A peer drops a
+// repetition that is longer than the original, and Linux rxe one that begins before an earlier repetition: so there is
+// one packet in each request, and one request at a time.
+func (q *QP) partUnknown(s *sendSlot) bool {
+	return q.req.revived && s.info.kind == kindRead && q.req.nxt < max(q.req.sent, q.req.past)
 }
 
 // dueEnd returns the end of the responses from nxt on that are to be sent again, as far as the window allows.

@@ -34,6 +34,7 @@ type requester struct {
 	// were executed, oldest first.
 	refetch        bool
 	past           uint64 // PSNs before it may have been sent by a process that was killed after the context
+	revived        bool   // there was such a process
 	executedBefore []uint32
 	manages        bool // a memory management request was executed
 

@@ -111,16 +111,20 @@ func (r *responder) reset(link Link) {
 	r.start(0)
 }
 
+// maxStored is more packets than a QP stores between two commits.
+const maxStored = 1 << 16
+
 // Revived says that q continues what a killed process has left. stored: that process had stored the data of WRITEs
 // before this PSN, as it told the adapter (Memory.Stored); what is not plausible has no effect. It may also have sent
-// any response since its last commit: a requester that has them may go on at once.
+// any response since its last commit, which a requester that has it goes on from at once, and any request.
 func (q *QP) Revived(stored uint64) {
 	if q.typ != RC { // others repeat nothing
 		return
 	}
-	if stored > q.resp.epsn && stored-q.resp.epsn < psnHalf {
+	if stored > q.resp.epsn && stored-q.resp.epsn <= maxStored {
 		q.resp.stored = stored
 	}
+	q.req.revived = true
 	for i := range q.resp.resources {
 		q.resp.resources[i].sentEnd = q.resp.resources[i].end
 	}

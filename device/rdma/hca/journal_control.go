@@ -158,10 +158,14 @@ func (j *controlJournal) giveWord(o *cqObject) {
 	o.q.save()
 }
 
-// giveStored assigns a QP the word for what it has stored, before the QP is used. Those of QPs follow those of CQs.
+// giveStored assigns a QP the word for what it has stored, before the QP is used.
 func (j *controlJournal) giveStored(d *Device, q *qp) {
-	q.stored = j.file.Word(d.lim.CQs + 1 + q.index)
+	q.stored = j.file.Word(storedWord(d.lim.CQs+1+len(d.data.qps), q.index))
 }
+
+// storedWord is the number of a QP's word among all. They count from the end, since the limits of the process that
+// reads them may be others.
+func storedWord(words, index int) int { return words - 1 - index }
 
 func (j *controlJournal) takeWord(o *cqObject) {
 	if o.q.word != nil {

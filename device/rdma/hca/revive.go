@@ -378,7 +378,7 @@ func (d *Device) finishPast(p *past) error {
 		}
 	}
 	for _, o := range t.qpList {
-		if i := len(p.words) - len(d.data.qps) + o.q.index; i >= 0 && i < len(p.words) {
+		if i := storedWord(len(p.words), o.q.index); i >= 0 {
 			o.q.engine.loop.Visit(func() { o.q.t.Revived(p.words[i].Load()) })
 		}
 	}

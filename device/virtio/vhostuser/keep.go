@@ -137,8 +137,7 @@ func (k *keeping) channel() string    { return k.name + "/channel" }
 func (k *keeping) agreed() string     { return k.name + "/state" }
 func (k *keeping) replies() string    { return k.name + "/replies" } // see reply.go
 
-// memory names the descriptor of a file. It is not one of a region: a VM's regions are usually parts of one file, and
-// systemd stores an open file only once, whatever the names.
+// memory names the descriptor of a file. It is not one of a region: a VM's regions are usually parts of one file.
 func (k *keeping) memory(id fileID) string { return k.name + "/memory/" + id.String() }
 
 // oldMemory is the name that older vnicds gave the file of a region.
@@ -184,6 +183,26 @@ func (k *keeping) keep(name string, fd int) bool {
 		k.lives.Store(false)
 	}
 	return err == nil
+}
+
+// keepMemory stores a memory file. A VM's front end gives all devices the same open file, which systemd stores only
+// once, whatever the names: so it is opened again, if that has no effect on others.
+func (k *keeping) keepMemory(id fileID, fd int) {
+	if k.to != nil && opensFreely(fd) {
+		if own, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err == nil {
+			defer unix.Close(own)
+			fd = own
+		}
+	}
+	k.keep(k.memory(id), fd)
+}
+
+// opensFreely reports whether fd is of a file that only memory stands behind: opening it asks nobody.
+func opensFreely(fd int) bool {
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	return unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFREG && unix.Fstatfs(fd, &fs) == nil &&
+		(fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.HUGETLBFS_MAGIC)
 }
 
 func (k *keeping) forget(name string) {
@@ -360,8 +379,8 @@ func (se *session) adoptRegion(k *keptRegion, files Kept) error {
 	if !slices.Contains(se.files, id) {
 		se.files = append(se.files, id)
 		if k.File == "" {
-			se.kept.forget(name) // first: the second name of an open file is not stored
-			se.kept.keep(se.kept.memory(id), fd)
+			se.kept.forget(name)
+			se.kept.keepMemory(id, fd)
 		}
 	}
 	return se.mapRegion(mapped{r, id}, fd)

@@ -114,6 +114,51 @@ func TestConnectionOutlivesProcess(t *testing.T) {
 	testutil.Eventually(t, "nothing is kept of a gone front end", func() bool { return len(s.Names()) == 0 })
 }
 
+// A VM with two devices gives both the same memory file, which a keeper such as systemd stores only once. Both outlive
+// the process, and one goes on if the other was removed.
+func TestDevicesShareMemory(t *testing.T) {
+	s, dir := testutil.NewKeeper(t), t.TempDir()
+	names := []string{"one", "two"}
+	start := func(name string, kept vhostuser.Kept) func() {
+		_, die := processOf(t, s, kept, vhostuser.Config{Path: filepath.Join(dir, name), KeepAs: "hca/" + name})
+		return die
+	}
+	m := memory(t, regions...)
+	dies, drivers := map[string]func(){}, map[string]*frontend.Device{}
+	for _, n := range names {
+		dies[n] = start(n, nil)
+		drivers[n] = open(t, frontend.Config{Path: filepath.Join(dir, n), Memory: m, Features: echoFeature})
+		roundTrip(t, drivers[n], m, 0, "before")
+	}
+	again := func(names ...string) {
+		t.Helper()
+		for _, n := range names {
+			dies[n]()
+		}
+		kept := s.Pass()
+		for _, n := range names {
+			dies[n] = start(n, kept)
+		}
+		for _, n := range names {
+			select {
+			case <-drivers[n].ConfigChanged():
+			case <-drivers[n].Gone():
+				t.Fatalf("device %s was lost", n)
+			case <-testContext(t).Done():
+				t.Fatal("the driver was not told")
+			}
+		}
+	}
+	again("one", "two")
+	if err := drivers["one"].Close(); err != nil {
+		t.Fatal(err)
+	}
+	testutil.Eventually(t, "nothing is kept of the first device", func() bool {
+		return !slices.ContainsFunc(s.Names(), func(n string) bool { return strings.HasPrefix(n, "hca/one") })
+	})
+	again("two")
+}
+
 // A front end that adds and removes memory in a loop waits for what that makes the server send to its Keeper: TestPace
 // says how long.
 func TestMemoryChangesArePaced(t *testing.T) {

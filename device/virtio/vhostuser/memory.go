@@ -181,7 +181,7 @@ func (se *session) admit(r mapped, fd int) error {
 	}
 	if !slices.Contains(se.files, r.file) {
 		se.files = append(se.files, r.file)
-		se.kept.keep(se.kept.memory(r.file), fd)
+		se.kept.keepMemory(r.file, fd)
 	}
 	return nil
 }

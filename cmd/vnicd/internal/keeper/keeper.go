@@ -45,13 +45,14 @@ const (
 type keeper struct {
 	Config
 	store   *store
-	ending  chan os.Signal // SIGTERM, SIGINT
-	signals chan os.Signal // SIGHUP, Upgrade
-	reload  bool           // SIGHUP has arrived during a start
-	upgrade bool           // Upgrade has
-	current program        // what runs, and what a failed upgrade goes back to
+	current program // what runs, and what a failed upgrade goes back to
 	crashes []time.Time
 	said    Status
+
+	// Each has room for one signal: more of the same ask for nothing else.
+	ending   chan os.Signal // SIGTERM, SIGINT
+	reloads  chan os.Signal // SIGHUP
+	upgrades chan os.Signal // Upgrade
 }
 
 // Run runs the daemon until it ends by itself with status 0, or is told to by SIGTERM or SIGINT, which Run passes on,
@@ -61,8 +62,8 @@ func Run(c Config) (status int, err error) {
 	// The daemon's parent, for PR_SET_PDEATHSIG, is this thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	k := &keeper{Config: c, ending: make(chan os.Signal, 1), signals: make(chan os.Signal, 2),
-		said: Status{PID: os.Getpid()}}
+	k := &keeper{Config: c, ending: make(chan os.Signal, 1), reloads: make(chan os.Signal, 1),
+		upgrades: make(chan os.Signal, 1), said: Status{PID: os.Getpid()}}
 	if k.StartTime == 0 {
 		k.StartTime = time.Minute
 	}
@@ -87,8 +88,10 @@ func Run(c Config) (status int, err error) {
 	}
 	signal.Notify(k.ending, syscall.SIGTERM, syscall.SIGINT)
 	defer signal.Stop(k.ending)
-	signal.Notify(k.signals, syscall.SIGHUP, Upgrade)
-	defer signal.Stop(k.signals)
+	signal.Notify(k.reloads, syscall.SIGHUP)
+	defer signal.Stop(k.reloads)
+	signal.Notify(k.upgrades, Upgrade)
+	defer signal.Stop(k.upgrades)
 
 	d, err := k.start(k.current)
 	for err == nil {
@@ -152,14 +155,9 @@ const (
 // wait returns when something has to be done. It passes SIGHUP on to a daemon that has started. What is asked for
 // during a start is done after it: the daemon may have read its configuration already, and may be an older program.
 func (k *keeper) wait(d *daemon, limit <-chan time.Time) event {
-	starting := limit != nil
-	if !starting && k.reload {
-		k.reload = false
-		_ = d.Process.Signal(syscall.SIGHUP)
-	}
-	if !starting && k.upgrade {
-		k.upgrade = false
-		return upgradeAsked
+	starting, reloads, upgrades := limit != nil, k.reloads, k.upgrades
+	if starting {
+		reloads, upgrades = nil, nil
 	}
 	for {
 		select {
@@ -173,15 +171,10 @@ func (k *keeper) wait(d *daemon, limit <-chan time.Time) event {
 			return late
 		case <-k.ending:
 			return stopAsked
-		case s := <-k.signals:
-			switch {
-			case starting:
-				k.reload, k.upgrade = k.reload || s == syscall.SIGHUP, k.upgrade || s == Upgrade
-			case s == Upgrade:
-				return upgradeAsked
-			default:
-				_ = d.Process.Signal(s)
-			}
+		case <-upgrades:
+			return upgradeAsked
+		case <-reloads:
+			_ = d.Process.Signal(syscall.SIGHUP)
 		}
 	}
 }
@@ -268,13 +261,15 @@ func (k *keeper) again() (*daemon, error) {
 
 // renew takes the program that is installed now, if an upgrade was asked for while no daemon served.
 func (k *keeper) renew() {
-	for len(k.signals) > 0 {
-		k.upgrade = <-k.signals == Upgrade || k.upgrade // each start reads the configuration
+	select {
+	case <-k.reloads: // each start reads the configuration
+	default:
 	}
-	if !k.upgrade {
+	select {
+	case <-k.upgrades:
+	default:
 		return
 	}
-	k.upgrade = false
 	next, err := k.next()
 	if err == nil {
 		k.current.close()

@@ -76,12 +76,12 @@ func serve(dir string) int {
 	is := behaviour()
 	var s systemd.Store
 	kept := s.Kept()
-	fmt.Fprintf(j, "%s %d upgrades=%d failed=%d", is, os.Getpid(), Mine().Upgrades, Mine().Failed)
+	line := fmt.Sprintf("%s %d upgrades=%d failed=%d", is, os.Getpid(), Mine().Upgrades, Mine().Failed)
 	if fd, ok := kept["hca/pipe"]; ok {
 		_, err := syscall.Write(fd, []byte(is))
-		fmt.Fprintf(j, " kept=%d %v", len(kept), err)
+		line += fmt.Sprintf(" kept=%d %v", len(kept), err)
 	}
-	fmt.Fprintln(j)
+	fmt.Fprintln(j, line) // at once: the test reads lines
 	switch is {
 	case "fails":
 		return 3

@@ -62,16 +62,32 @@ func writeState(fd int, s *keptState) error {
 	case half < keptSize/2 && len(b) > markOff-half:
 		second = []byte{0}
 	}
-	if _, err := pwrite(fd, second, int64(half)); err != nil {
+	if err := writeAll(fd, second, int64(half)); err != nil {
 		return err
 	}
 	if half == keptSize/2 { // an older vnicd may have left a copy there; from now on the second half counts
-		if _, err := pwrite(fd, []byte{0}, oldKeptSize/2); err != nil {
+		if err := writeAll(fd, []byte{0}, oldKeptSize/2); err != nil {
 			return err
 		}
 	}
-	_, err = pwrite(fd, b, 0)
-	return err
+	return writeAll(fd, b, 0)
+}
+
+// writeAll writes b at an offset of the file, which may take several calls.
+func writeAll(fd int, b []byte, off int64) error {
+	for len(b) > 0 {
+		n, err := pwrite(fd, b, off)
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case err != nil:
+			return err
+		case n == 0:
+			return io.ErrShortWrite
+		}
+		b, off = b[n:], off+int64(n)
+	}
+	return nil
 }
 
 // halfOf returns the place of the file's second half.
@@ -96,7 +112,7 @@ func readState(fd int) (keptState, error) {
 		}
 		var b []byte
 		if s, b, err = stateAt(fd, half); err == nil {
-			_, err = pwrite(fd, b, 0)
+			err = writeAll(fd, b, 0)
 		}
 	}
 	return s, err

@@ -3,12 +3,15 @@ package vhostuser
 import (
 	"encoding/json"
 	"errors"
+	"io"
 	"math"
 	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
 )
+
+var errKilled = errors.New("killed")
 
 // hcaRings is the largest number of virtqueues that an HCA has (abi.NumQueues).
 const hcaRings = 2 + 8 + 8
@@ -47,7 +50,6 @@ func largest(n uint64) *keptState {
 func TestTornStates(t *testing.T) {
 	was := pwrite
 	defer func() { pwrite = was }()
-	errKilled := errors.New("killed")
 	few := func(n uint64) *keptState { return &keptState{Protocol: n, Regions: make([]keptRegion, 20)} }
 	some := func(n uint64) *keptState {
 		s := largest(n)
@@ -118,7 +120,6 @@ func TestTornStates(t *testing.T) {
 func TestTornTwice(t *testing.T) {
 	was := pwrite
 	defer func() { pwrite = was }()
-	errKilled := errors.New("killed")
 	// within calls f in a process that may write so many pages.
 	within := func(pages int, f func() error) error {
 		pwrite = func(fd int, b []byte, off int64) (int, error) {
@@ -218,11 +219,12 @@ func TestOlderStates(t *testing.T) {
 	defer func() { pwrite = was }()
 	pwrite = func(fd int, b []byte, off int64) (int, error) {
 		if off == 0 {
-			b = b[:4096]
+			n, _ := unix.Pwrite(fd, b[:4096], off)
+			return n, errKilled
 		}
 		return unix.Pwrite(fd, b, off)
 	}
-	if err := writeState(fd, largest(2)); err != nil {
+	if err := writeState(fd, largest(2)); !errors.Is(err, errKilled) {
 		t.Fatal(err)
 	}
 	pwrite = was
@@ -236,4 +238,29 @@ func TestOlderStates(t *testing.T) {
 		t.Fatal(err)
 	}
 	check(fd, 1)
+}
+
+// TestStateInPieces: a write may take several calls, and one that comes to no end is an error.
+func TestStateInPieces(t *testing.T) {
+	was := pwrite
+	defer func() { pwrite = was }()
+	fd := stateFileOf(t, keptSize)
+	calls := 0
+	pwrite = func(fd int, b []byte, off int64) (int, error) {
+		if calls++; calls%3 == 0 {
+			return -1, unix.EINTR
+		}
+		return unix.Pwrite(fd, b[:min(len(b), 1000)], off)
+	}
+	want := largest(1)
+	if err := writeState(fd, want); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := readState(fd); err != nil || len(s.Regions) != len(want.Regions) {
+		t.Errorf("%d regions, want %d: %v", len(s.Regions), len(want.Regions), err)
+	}
+	pwrite = func(int, []byte, int64) (int, error) { return 0, nil }
+	if err := writeState(fd, want); !errors.Is(err, io.ErrShortWrite) {
+		t.Error(err)
+	}
 }

@@ -238,10 +238,12 @@ func (s *Shard) reach() {
 // Full reports whether a record had no room: only Restart helps.
 func (s *Shard) Full() bool { return s.full }
 
-// Long reports whether the log has become so much longer than what was valid that it should be begun anew.
+// Long reports whether the log has become so much longer than what was valid that it should be begun anew, or is about
+// to have no room.
 func (s *Shard) Long() bool {
 	const least = 64 << 10
-	return s.full || s.end > max(least, 4*s.live)
+	room := len(s.halves[s.half])
+	return s.full || s.end > max(min(max(least, 4*s.live), room/4*3), s.live+s.live/8)
 }
 
 // Restart begins a new log. Records that were added and not committed are dropped. The old log stays valid until

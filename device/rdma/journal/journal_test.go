@@ -185,3 +185,32 @@ func TestDamaged(t *testing.T) {
 		t.Errorf("too long: %v", err)
 	}
 }
+
+// A log is called long before it has no room, also if most of it was valid from the beginning: only then is there always
+// room for records that cannot wait for a new log.
+func TestLongBeforeFull(t *testing.T) {
+	const half, record = 1 << 20, 100
+	for _, live := range []int{1000, half / 4, half / 2, half / 8 * 7} {
+		j := newJournal(t, Config{Shards: 1, Half: half})
+		s := j.Shard(0)
+		payload := make([]byte, record)
+		s.Restart()
+		for s.end < live {
+			n := s.end
+			s.Add(7, uint64(n), payload)
+		}
+		if !s.Commit() || s.Long() {
+			t.Fatalf("%d bytes: full %v, long %v", live, s.Full(), s.Long())
+		}
+		for !s.Long() && !s.Full() {
+			s.Add(7, 1, payload)
+			s.Commit()
+		}
+		if s.Full() {
+			t.Errorf("%d bytes of %d that are valid: the log is full before it is long", live, half)
+		}
+		if room := half - s.end; live < half/2 && room < half/5 {
+			t.Errorf("%d bytes that are valid: %d bytes are free when the log is long", live, room)
+		}
+	}
+}

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-fuzz test-module test-vm test-long test-outlive test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,17 +66,27 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 # VM tests that would make `make test` longer than half an hour.
 LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
 
-# Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md).
+# Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md); and an upgrade from a commit that
+# has to be named.
 SERIES = ^TestOutlive$$
+UPGRADE = ^TestUpgradeFrom$$
+FROM ?= HEAD~1
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
-	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)' ./integration
+	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)|$(UPGRADE)' ./integration
 
 test-long: deps image build test-whole ## the VM tests that `make test` leaves out, and unit tests as a whole
 	$(GO) test -count=1 -timeout 170m -v -run '$(LONG)' ./integration
 
 test-outlive: deps image build ## a short series of kills, upgrades and pauses under verifying programs (ARGS="-kills=500 …")
 	$(GO) test -count=1 -timeout 12h -v -run '$(SERIES)' ./integration $(ARGS)
+
+test-upgrade: deps image build ## VMs at work outlive an upgrade from another commit to this one (FROM=HEAD~1)
+	@rm -rf $(BUILD)/from && mkdir -p $(BUILD)/from
+	git archive $(FROM) | tar -x -C $(BUILD)/from
+	cd $(BUILD)/from && CGO_ENABLED=0 $(GO) build -trimpath -ldflags "-X main.version=$$(git rev-parse --short $(FROM))" \
+		-o vnicd ./cmd/vnicd
+	$(GO) test -count=1 -timeout 60m -v -run '$(UPGRADE)' ./integration -args -upgrade.from=$(CURDIR)/$(BUILD)/from/vnicd
 
 # Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports

@@ -153,10 +153,6 @@ func upgrade(ctx context.Context, t *testing.T, s *stand, n int) {
 // kill kills a host's vnicd and has another started.
 func kill(ctx context.Context, t *testing.T, s *stand, n int) {
 	h, _ := s.victim(n)
-	// A vnicd that was killed within ten seconds of its start, twenty times in a row, is suspected to have died of a VM.
-	if n%12 == 11 {
-		time.Sleep(11 * time.Second)
-	}
 	if !h.Keep {
 		check(t, h.Proc.Signal(syscall.SIGKILL))
 		<-h.Proc.Done()
@@ -173,6 +169,14 @@ func kill(ctx context.Context, t *testing.T, s *stand, n int) {
 	was := pid()
 	check(t, syscall.Kill(was, syscall.SIGKILL))
 	eventually(ctx, t, "the keeper starts another vnicd", func() bool { n := pid(); return n != 0 && n != was })
+}
+
+// rest waits before some of the kills, while everything works: a vnicd that was killed within ten seconds of its start,
+// twenty times in a row, is suspected to have died of a VM.
+func rest(n int) {
+	if n%12 == 11 {
+		time.Sleep(11 * time.Second)
+	}
 }
 
 // pause pauses one VM, the other, or both, for a second or more.
@@ -249,6 +253,9 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 			r := result{Test: t.Name(), Event: e.name, Workloads: list, Version: version}
 			if n%10 == 0 || e.name == "pause" {
 				before, r.Between, _ = work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
+			}
+			if e.name == "kill" {
+				rest(n)
 			}
 			began := time.Now()
 			if _, m := s.victim(n); e.name != "pause" && n >= *e.times-2 {

@@ -216,8 +216,11 @@ func testUpgrade(u *user, t *testing.T) {
 	program := func() string { return strings.TrimSpace(u.run(t, "sudo readlink /proc/"+pid+"/exe")) }
 	t.Log(u.run(t, "sudo vnicd upgrade"))
 	another("upgrade")
+	// A user who loses patience, or the terminal, does not lose the way back.
 	out := u.run(t, "sudo sh -c 'cp -p /usr/bin/vnicd /var/tmp/new && cp /bin/false /usr/bin/false.new && "+
-		"mv /usr/bin/false.new /usr/bin/vnicd'; sudo /var/tmp/new upgrade 2>&1; echo status $?")
+		"mv /usr/bin/false.new /usr/bin/vnicd && rm /var/lib/vnicd/previous/vnicd; "+
+		"/var/tmp/new upgrade 2>&1 & until [ -e /var/lib/vnicd/previous/vnicd ]; do sleep 0.05; done; "+
+		"kill -HUP $!; kill -INT $!; kill $!; wait $!; echo status $?'")
 	if !strings.Contains(out, "runs again") || !strings.Contains(out, "status 1") {
 		t.Errorf("upgrade to a program that fails: %s", out)
 	}

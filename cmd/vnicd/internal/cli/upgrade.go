@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -207,15 +208,7 @@ func (u *upgrade) dropIn() string {
 	return filepath.Join("/run/systemd/system", u.unit+".d", "zzz-vnicd-previous.conf")
 }
 
-func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded, error) {
-	owner, err := u.owner(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if owner != was.PID {
-		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
-			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
-	}
+func (u *upgrade) bySystemd(ctx context.Context, _ *daemon.Status) (*upgraded, error) {
 	if err := os.MkdirAll(filepath.Dir(previousDir), 0o755); err != nil {
 		return nil, err
 	}
@@ -224,6 +217,20 @@ func (u *upgrade) bySystemd(ctx context.Context, was *daemon.Status) (*upgraded,
 		return nil, err
 	}
 	defer release()
+	was, err := u.status(ctx, u.client) // now: another upgrade may have ended meanwhile
+	if err != nil {
+		return nil, err
+	}
+	owner, err := u.owner(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if owner != was.PID {
+		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
+			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
+	}
+	// The way back is this process: a terminal that is lost does not end it, nor does an impatient user.
+	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
 	command, err := u.save(was.PID)
 	if err != nil {
 		return nil, err

@@ -186,8 +186,8 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
-// A log is called long before it has no room, also if most of it was valid from the beginning: only then is there always
-// room for records that cannot wait for a new log.
+// A log is called long before it has no room, also if most of it was valid from the beginning: only then is there
+// always room for records that cannot wait for a new log.
 func TestLongBeforeFull(t *testing.T) {
 	const half, record = 1 << 20, 100
 	for _, live := range []int{1000, half / 4, half / 2, half / 8 * 7} {

@@ -305,9 +305,9 @@ func TestDamagedContext(t *testing.T) {
 	}
 }
 
-// A process is killed after it has sent the parts of a READ, which its journal does not have. The next one may have more
-// room for its requests: longer ones than the original, and those that begin before an earlier repetition, are dropped
-// by Linux rxe for good.
+// A process is killed after it has sent the parts of a READ, which its journal does not have. The next one may have
+// more room for its requests: longer ones than the original, and those that begin before an earlier repetition, are
+// dropped by Linux rxe for good.
 func TestReadAfterKill(t *testing.T) {
 	f := newFabric(t, 1)
 	o := opts()

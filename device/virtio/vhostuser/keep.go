@@ -189,7 +189,8 @@ func (k *keeping) keep(name string, fd int) bool {
 // once, whatever the names: so it is opened again, if that has no effect on others.
 func (k *keeping) keepMemory(id fileID, fd int) {
 	if k.to != nil && opensFreely(fd) {
-		if own, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err == nil {
+		path := "/proc/self/fd/" + strconv.Itoa(fd)
+		if own, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err == nil {
 			defer unix.Close(own)
 			fd = own
 		}

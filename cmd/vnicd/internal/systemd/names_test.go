@@ -85,7 +85,8 @@ func TestNamesFit(t *testing.T) {
 		if err := c.Run(); err != nil {
 			t.Errorf("%d names: %v", len(all), err)
 		}
-		if err := n.remove("hca/"+strings.Repeat("0", 32)+"/kick/0123456789abcdef/18", func(string) error { return nil }); err != nil {
+		first := "hca/" + strings.Repeat("0", 32) + "/kick/0123456789abcdef/18"
+		if err := n.remove(first, func(string) error { return nil }); err != nil {
 			t.Fatal(err)
 		}
 		n.confirmed(n.removed())

@@ -13,8 +13,8 @@ import (
 )
 
 // Store is systemd's file descriptor store (FileDescriptorStoreMax=). systemd passes what is kept there to the service
-// at its next start, however the service ended. Names contain a slash, unlike those of sockets. Its zero value is empty;
-// Kept, if it is called, comes first.
+// at its next start, however the service ended. Names contain a slash, unlike those of sockets. The zero value is an
+// empty store; Kept, if it is called, comes first.
 type Store struct {
 	names   names
 	frozen  atomic.Bool

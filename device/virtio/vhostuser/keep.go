@@ -189,13 +189,22 @@ func (k *keeping) keep(name string, fd int) bool {
 // once, whatever the names: so it is opened again, if that has no effect on others.
 func (k *keeping) keepMemory(id fileID, fd int) {
 	if k.to != nil && opensFreely(fd) {
-		path := "/proc/self/fd/" + strconv.Itoa(fd)
-		if own, err := unix.Open(path, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err == nil {
+		if own, err := reopen(fd); err == nil {
 			defer unix.Close(own)
 			fd = own
 		}
 	}
 	k.keep(k.memory(id), fd)
+}
+
+// reopen opens the file of fd once more, for no other access than fd permits: this process may have more rights than
+// the front end.
+func reopen(fd int) (int, error) {
+	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+	if err != nil {
+		return -1, err
+	}
+	return unix.Open("/proc/self/fd/"+strconv.Itoa(fd), flags&unix.O_ACCMODE|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 }
 
 // opensFreely reports whether fd is of a file that only memory stands behind: opening it asks nobody.

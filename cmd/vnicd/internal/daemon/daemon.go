@@ -126,7 +126,10 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 	for _, o := range options {
 		o(d)
 	}
-	d.kept = d.store.Kept()
+	var err error
+	if d.kept, err = d.store.Kept(); err != nil {
+		log.Warn("descriptors of the previous vnicd are dropped: their VMs may lose this device", "error", err)
+	}
 	d.continuity.Resumed = func() { d.resends.Go(d.resend) }
 	d.blameless = d.watchCrash()
 	steps := []func() error{

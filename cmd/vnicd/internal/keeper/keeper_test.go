@@ -75,7 +75,10 @@ func serve(dir string) int {
 	}
 	is := behaviour()
 	var s systemd.Store
-	kept := s.Kept()
+	kept, err := s.Kept()
+	if err != nil {
+		panic(err)
+	}
 	line := fmt.Sprintf("%s %d upgrades=%d failed=%d", is, os.Getpid(), Mine().Upgrades, Mine().Failed)
 	if fd, ok := kept["hca/pipe"]; ok {
 		_, err := syscall.Write(fd, []byte(is))

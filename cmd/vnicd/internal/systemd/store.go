@@ -150,8 +150,9 @@ func (s *Store) Flush(limit time.Duration) error {
 // Ending reports whether Freeze was called.
 func (s *Store) Ending() bool { return s.frozen.Load() }
 
-// Kept returns the descriptors that were passed, by name. The caller owns them. What has no name is dropped.
-func (s *Store) Kept() map[string]int {
+// Kept returns the descriptors that were passed, by name. The caller owns them. What has no name is dropped; err says
+// what that was.
+func (s *Store) Kept() (_ map[string]int, err error) {
 	kept := map[string]int{}
 	table := -1
 	var stored []Descriptor
@@ -161,6 +162,9 @@ func (s *Store) Kept() map[string]int {
 			continue
 		case d.Name == namesFile && table < 0:
 			table = d.FD
+		case d.Name == namesFile: // a second one
+			_ = syscall.Close(d.FD)
+			continue
 		default:
 			stored = append(stored, d)
 		}
@@ -173,8 +177,9 @@ func (s *Store) Kept() map[string]int {
 	}
 	is := map[string]bool{}
 	for _, d := range stored {
-		name, err := s.names.passed(d.Name)
-		if err != nil {
+		name, bad := s.names.passed(d.Name)
+		if bad != nil {
+			err = errors.Join(err, bad)
 			_ = syscall.Close(d.FD)
 			if !is[d.Name] { // the name may be that of two
 				_ = s.send(removeAs + d.Name)
@@ -184,5 +189,5 @@ func (s *Store) Kept() map[string]int {
 		kept[name], is[d.Name] = d.FD, true
 	}
 	s.names.settle()
-	return kept
+	return kept, err
 }

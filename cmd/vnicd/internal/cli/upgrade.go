@@ -101,11 +101,10 @@ func (u *upgrade) run(ctx context.Context) (*upgraded, error) {
 	if err != nil {
 		return nil, err
 	}
-	way := u.bySystemd
 	if was.Keeper != nil {
-		way = u.byKeeper
+		return u.byKeeper(ctx, was)
 	}
-	return way(ctx, was)
+	return u.bySystemd(ctx)
 }
 
 // follow waits until done, and then for the daemon's answer. silence is the longest time without one.
@@ -208,7 +207,10 @@ func (u *upgrade) dropIn() string {
 	return filepath.Join("/run/systemd/system", u.unit+".d", "zzz-vnicd-previous.conf")
 }
 
-func (u *upgrade) bySystemd(ctx context.Context, _ *daemon.Status) (*upgraded, error) {
+func (u *upgrade) bySystemd(ctx context.Context) (*upgraded, error) {
+	if _, err := u.serving(ctx); err != nil {
+		return nil, err
+	}
 	if err := os.MkdirAll(filepath.Dir(previousDir), 0o755); err != nil {
 		return nil, err
 	}
@@ -217,17 +219,9 @@ func (u *upgrade) bySystemd(ctx context.Context, _ *daemon.Status) (*upgraded, e
 		return nil, err
 	}
 	defer release()
-	was, err := u.status(ctx, u.client) // now: another upgrade may have ended meanwhile
+	was, err := u.serving(ctx) // again: another upgrade may have ended meanwhile
 	if err != nil {
 		return nil, err
-	}
-	owner, err := u.owner(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if owner != was.PID {
-		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
-			"replaced if it was started with `vnicd run --keep`", was.PID, u.unit, owner)
 	}
 	// The way back is this process: a terminal that is lost does not end it, nor does an impatient user.
 	signal.Ignore(syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
@@ -260,6 +254,23 @@ func (u *upgrade) bySystemd(ctx context.Context, _ *daemon.Status) (*upgraded, e
 		return nil, fmt.Errorf("%w; going back to the previous program: %w", err, back)
 	}
 	return nil, fmt.Errorf("%w; the previous program %s runs again (see `journalctl -u %s`)", err, was.Version, u.unit)
+}
+
+// serving returns the status of the daemon that answers, which must be the unit's main process.
+func (u *upgrade) serving(ctx context.Context) (*daemon.Status, error) {
+	now, err := u.status(ctx, u.client)
+	if err != nil {
+		return nil, err
+	}
+	owner, err := u.owner(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if owner != now.PID {
+		return nil, fmt.Errorf("the daemon that answers is process %d, but %s has %d; a daemon without systemd is "+
+			"replaced if it was started with `vnicd run --keep`", now.PID, u.unit, owner)
+	}
+	return now, nil
 }
 
 // owner returns the unit's main process.

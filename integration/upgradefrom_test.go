@@ -52,7 +52,7 @@ func versionOf(ctx context.Context, t *testing.T, h *lab.Host) string {
 	return v
 }
 
-// install puts a program in the place of another, which may run.
+// installProgram puts a program in the place of another, which may run.
 func installProgram(t *testing.T, from, to string) {
 	t.Helper()
 	check(t, os.WriteFile(to+".new", must[[]byte](t)(os.ReadFile(from)), 0o755))

@@ -246,19 +246,15 @@ func nvmeDone(ctx context.Context, t *testing.T, s *stand) {
 }
 
 // cmLoad: one rdma_cm connection for ever, and new ones all the time, to one server. Both ends compare all bytes. rping
-// exits with 0 even if it fails, so its exchanges are counted. rxe gets no new ones: its VM's kernel cannot accept them
-// while it looks for the neighbour that its card's link cost it (docs/limits.md).
+// exits with 0 even if it fails, so its exchanges are counted.
 func cmLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
-	ps := []*guestProgram{
-		{name: "rping server", vm: s.server.VM, line: "exec rping -s -P -V -S 2000 -a 0.0.0.0",
+	return start(ctx, t,
+		&guestProgram{name: "rping server", vm: s.server.VM, line: "exec rping -s -P -V -S 2000 -a 0.0.0.0",
 			ready: "rdma resource show cm_id | grep -q 'state LISTEN'"},
-		{name: "rping", vm: s.client.VM, progress: "tail -n 1 /tmp/rping.out",
+		&guestProgram{name: "rping", vm: s.client.VM, progress: "tail -n 1 /tmp/rping.out",
 			line: fmt.Sprintf("rping -c -v -V -S 500 -C 1000000000 -a %s 2>&1 | "+
 				"awk 'NR %% 16 == 0 {print NR; fflush()} !/ping data/ {print}'; exit 1", s.server.Addr)},
-	}
-	if !s.rxe {
-		ps = append(ps, &guestProgram{name: "rping again", vm: s.client.VM, ends: true,
-			progress: "tail -n 1 /tmp/rping-again.out",
+		&guestProgram{name: "rping again", vm: s.client.VM, ends: true, progress: "tail -n 1 /tmp/rping-again.out",
 			line: fmt.Sprintf(`trap 'stop=1' INT
 until [ "$stop" ]; do
 	n=$((n + 1))
@@ -266,8 +262,6 @@ until [ "$stop" ]; do
 	[ $(grep -c 'ping data' /tmp/rping.last) = 10 ] || { cut -c1-200 /tmp/rping.last; exit 1; }
 	echo $n
 done`, s.server.Addr)})
-	}
-	return start(ctx, t, ps...)
 }
 
 // pingLoad: an echo request every 5 ms over the network card, which counts the lost ones. It does not retry.

@@ -116,7 +116,7 @@ const maxStored = 1 << 16
 
 // Revived says that q continues what a killed process has left. stored: that process had stored the data of WRITEs
 // before this PSN, as it told the adapter (Memory.Stored); what is not plausible has no effect. It may also have sent
-// any response since its last commit, which a requester that has it goes on from at once, and any request.
+// any response since its last commit, whose receiver goes on at once, and any request.
 func (q *QP) Revived(stored uint64) {
 	if q.typ != RC { // others repeat nothing
 		return

@@ -465,6 +465,11 @@ func TestHostFaults(t *testing.T) {
 		}
 	}
 	for _, g := range w.guests {
+		// The last completion does not wait for every page: one that was fetched ahead may be on its way.
+		w.until("all host faults", func() bool {
+			f := g.Describe().Faults
+			return f.Host.Resumed == f.Host.Raised
+		})
 		f := g.Describe().Faults
 		if f.Host.Raised == 0 || f.Host.Resumed != f.Host.Raised || f.Parked != 0 || f.Host.Estimate == 0 ||
 			f.Guest.Raised != 0 {

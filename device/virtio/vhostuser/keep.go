@@ -107,6 +107,7 @@ type keeping struct {
 	log   hclog.Logger
 	state int          // a memory file, see statefile.go
 	lives *atomic.Bool // it is kept; see Server.Keeps
+	loss  string       // what follows if it is not, for the log
 }
 
 // keptState is the negotiated state. Fields may be added but not changed: the next process may be of another release.
@@ -178,8 +179,7 @@ func (k *keeping) keep(name string, fd int) bool {
 	}
 	err := k.to.Keep(name, fd)
 	if err != nil {
-		k.log.Warn("cannot be stored with systemd: the VM will lose this device when vnicd restarts", "what", name, "error",
-			err)
+		k.log.Warn("cannot be stored with systemd: "+k.loss, "what", name, "error", err)
 		k.lives.Store(false)
 	}
 	return err == nil
@@ -356,7 +356,7 @@ func (se *session) adopt(kept Kept) error {
 	se.backend.hold() // QEMU may have begun to stop the rings
 	goesOn := se.takeOver(&s, kept)
 	se.goesOn = goesOn
-	if !goesOn && se.srv.cfg.Sealed {
+	if !goesOn && (se.srv.cfg.Sealed || se.srv.cfg.Reconnects) {
 		return errors.New("the device's state cannot be continued, and its driver does not begin anew on a connection")
 	}
 	if !goesOn || s.Untold {

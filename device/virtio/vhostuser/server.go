@@ -57,6 +57,9 @@ type Config struct {
 	Kept   Kept
 	// Blameless says that the previous process was ended by somebody else, so that no front end can have caused it.
 	Blameless bool
+	// Reconnects says that the front end begins a new connection by itself when one ends, as QEMU does for network
+	// devices. So a connection that cannot be continued as a whole is ended: its driver sees the link go down.
+	Reconnects bool
 	// Hide are features of the device that are not offered. A front end that has accepted them keeps them.
 	Hide uint64
 	// MachineReset, if set, is called when the front end resets the device (RESET_DEVICE). QEMU does so when the machine

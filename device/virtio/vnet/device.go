@@ -3,6 +3,7 @@ package vnet
 import (
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -62,6 +63,8 @@ type Device struct {
 	owner *loop.Owner
 	meter loop.Meter // the loops' time for this device
 
+	journal *os.File // of the connection's goroutine; nil: none yet. See survive.go
+
 	// Written by the connection's goroutine, read for status.
 	connected atomic.Bool
 	features  atomic.Uint64
@@ -70,6 +73,7 @@ type Device struct {
 }
 
 var (
+	_ virtio.Survivor  = (*Device)(nil)
 	_ virtio.Device    = (*Device)(nil)
 	_ virtio.NetDevice = (*Device)(nil)
 	_ vswitch.Face     = (*Device)(nil)
@@ -145,6 +149,7 @@ func (d *Device) Attached() bool { return d.connected.Load() }
 // Disconnected implements virtio.Device.
 func (d *Device) Disconnected() {
 	d.Reset()
+	d.dropJournal()
 	d.connected.Store(false)
 }
 

@@ -1,0 +1,72 @@
+package vnet
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// Another process can continue the device, however this one ends (virtio.Survivor): the link stays up, and the guest's
+// kernel keeps its neighbours. All of the device's state is in the rings and in what the transport keeps. So its
+// journal has only the version of that agreement: what a later release might add.
+//
+// Frames that were between a ring and the network when the process was killed are lost, or sent twice: one that was
+// taken and not returned is taken again.
+
+// journalContent is what the journal has from its first use to its end.
+var journalContent = []byte("vnet 1\n")
+
+// Save implements virtio.Continuer: there is no state.
+func (d *Device) Save() ([]byte, error) { return nil, nil }
+
+// Restore implements virtio.Continuer.
+func (d *Device) Restore(state []byte) error {
+	if len(state) > 0 {
+		return fmt.Errorf("vnet: a state of %d bytes, want none", len(state))
+	}
+	return nil
+}
+
+// Journal implements virtio.Survivor.
+func (d *Device) Journal() (fd int, err error) {
+	if d.journal != nil {
+		return int(d.journal.Fd()), nil
+	}
+	fd, err = unix.MemfdCreate("vnicd-net-journal", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return -1, fmt.Errorf("vnet: memory file for the journal: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "vnicd-net-journal")
+	if _, err = f.Write(journalContent); err == nil {
+		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS,
+			unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_WRITE|unix.F_SEAL_SEAL)
+	}
+	if err != nil {
+		_ = f.Close()
+		return -1, fmt.Errorf("vnet: memory file for the journal: %w", err)
+	}
+	d.journal = f
+	return fd, nil
+}
+
+// Revive implements virtio.Survivor. It fails for the journal of a release whose devices have more state.
+func (d *Device) Revive(journal int) error {
+	b := make([]byte, len(journalContent)+1)
+	n, err := unix.Pread(journal, b, 0)
+	if err != nil {
+		return fmt.Errorf("vnet: the journal: %w", err)
+	}
+	if !bytes.Equal(b[:n], journalContent) {
+		return fmt.Errorf("vnet: the journal begins with %q, want %q", b[:n], journalContent)
+	}
+	return nil
+}
+
+func (d *Device) dropJournal() {
+	if d.journal != nil {
+		_ = d.journal.Close()
+		d.journal = nil
+	}
+}

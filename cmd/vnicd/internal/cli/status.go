@@ -28,7 +28,7 @@ func (a *app) statusCmd() *cobra.Command {
 devices, queue pairs, counters and page faults. -j prints everything as JSON.
 
 "outlives" says what open RDMA connections survive: a restart or upgrade of
-vnicd, a kill, or nothing.
+vnicd, a kill, or nothing. Of a network device it says the same of its link.
 
 ` + whichSocket,
 		Args: args(cobra.MaximumNArgs(1)),
@@ -196,7 +196,7 @@ func dmaState(v *daemon.VMStatus) string {
 func showVM(w io.Writer, v *daemon.VMStatus) {
 	fmt.Fprintf(w, "%s %s network %s mac %s%s\n", what(v), v.Name, v.Network, v.MAC, going(v))
 	if !v.IsApplication() {
-		fmt.Fprintf(w, "net %s socket %s\n", netState(v), v.NetSocket)
+		fmt.Fprintf(w, "net %s socket %s%s\n", netState(v), v.NetSocket, outlives(v.NetOutlives))
 	}
 	fmt.Fprintf(w, "hca %s socket %s path mtu %d%s\n", hcaState(&v.HCA), v.HCASocket, v.HCA.PortMTU,
 		outlives(v.Outlives))

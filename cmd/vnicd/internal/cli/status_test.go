@@ -41,7 +41,7 @@ func TestShowFaults(t *testing.T) {
 	dma := daemon.DMAStatus{Attribute: translate.UplinkReadOnly, Refused: translate.Denied{Reads: 1, Writes: 23}}
 	control := worktime.Status{Percent: 50, Delayed: 6, Commands: 1234567 * time.Nanosecond,
 		Messages: 2 * time.Second, Paging: 3 * time.Minute}
-	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", Outlives: daemon.OutlivesKill,
+	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", Outlives: daemon.OutlivesKill, NetOutlives: daemon.OutlivesNothing,
 		DMA: dma, Control: control, HCA: hca.Status{
 			EngineTime: 1500 * time.Microsecond,
 			QPs:        []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
@@ -59,7 +59,7 @@ func TestShowFaults(t *testing.T) {
 	var b strings.Builder
 	showVM(&b, v)
 	for _, want := range []string{
-		"\nhca down socket  path mtu 0 outlives restart, kill\n",
+		"net down socket n outlives nothing\nhca down socket  path mtu 0 outlives restart, kill\n",
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",

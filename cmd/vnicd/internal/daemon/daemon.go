@@ -7,7 +7,9 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -80,6 +82,7 @@ type Daemon struct {
 
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
+	hcas  atomic.Int64   // VMs and applications, see cardKeeper
 
 	cannotKeep error // why applications' connections cannot be kept; nil: they can, or there is no keeper
 
@@ -145,6 +148,7 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 	d.mu.Lock() // clients add VMs already, which take theirs
 	left := d.kept.Drop(&d.store)
 	d.mu.Unlock()
+	left = slices.DeleteFunc(left, func(name string) bool { return strings.HasPrefix(name, netKeptAs) })
 	if len(left) > 0 {
 		log.Warn("VMs or applications of the previous vnicd are not in the configuration: their HCAs stay dead", "sockets",
 			left)
@@ -174,6 +178,39 @@ func (d *Daemon) keeper() vhostuser.Keeper {
 	}
 	return &d.store
 }
+
+// The names under which connections are kept begin with these; the name of the VM or application follows.
+const (
+	netKeptAs = "net/"
+	hcaKeptAs = "hca/"
+	appKeptAs = "app/"
+)
+
+// cardKeeper keeps connections of network devices, where there is room: the HCAs of all VMs come first, because they do
+// not survive the end of theirs.
+type cardKeeper struct {
+	vhostuser.Keeper
+	d *Daemon
+}
+
+func (d *Daemon) cardKeeper(k vhostuser.Keeper) vhostuser.Keeper {
+	if k == nil {
+		return nil
+	}
+	return cardKeeper{k, d}
+}
+
+// Keep implements vhostuser.Keeper.
+func (k cardKeeper) Keep(name string, fd int) error {
+	stored, most := k.d.store.Stored()
+	if hcas := int(k.d.hcas.Load()) * descriptorsOfHCA(len(k.d.loops)); stored+hcas >= most {
+		return fmt.Errorf("%d descriptors are stored, and the rest of %d is for HCAs", stored, most)
+	}
+	return k.Keeper.Keep(name, fd)
+}
+
+// descriptorsOfHCA bounds the descriptors that are kept of a VM's HCA.
+func descriptorsOfHCA(engines int) int { return 20 + 5*engines }
 
 func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 

@@ -77,8 +77,10 @@ type VMStatus struct {
 	Net       vnet.Status `json:"net"`             // zero for an application
 	HCA       hca.Status  `json:"hca"`
 
-	// Outlives is what the HCA's connection outlives, with what its programs have open.
-	Outlives Outlives `json:"outlives,omitempty"`
+	// Outlives is what the HCA's connection outlives, with what its programs have open; NetOutlives is the same of the
+	// network device, whose link goes down otherwise.
+	Outlives    Outlives `json:"outlives,omitempty"`
+	NetOutlives Outlives `json:"net_outlives,omitempty"`
 
 	Memory hostdriver.Status `json:"memory"`
 	DMA    DMAStatus         `json:"dma"`
@@ -106,6 +108,16 @@ func (v *vm) outlives(h *hca.Status) Outlives {
 		return OutlivesKill
 	}
 	return OutlivesRestart
+}
+
+func (v *vm) netOutlives(n *vnet.Status) Outlives {
+	switch {
+	case !n.Connected:
+		return ""
+	case v.netSrv.Keeps():
+		return OutlivesKill
+	}
+	return OutlivesNothing
 }
 
 // DMAStatus is what a VM's devices may do to its memory (PF-3), and what was refused.
@@ -161,6 +173,7 @@ func (v *vm) status(cfg *config.Config) VMStatus {
 	}
 	if v.net != nil {
 		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()
+		s.NetOutlives = v.netOutlives(&s.Net)
 	}
 	s.Outlives = v.outlives(&s.HCA)
 	return s

@@ -32,6 +32,8 @@ type vm struct {
 	hca  *hca.Device
 	srv  *vhostuser.Server // of the HCA's socket
 
+	netSrv *vhostuser.Server // of the network device's socket; nil: an application
+
 	budget    *hostdriver.Budget  // of both sockets
 	work      *worktime.Account   // likewise, and of the HCA's commands
 	attribute translate.Attribute // likewise
@@ -84,6 +86,8 @@ func (d *Daemon) freeGVMI() (translate.GVMI, error) {
 
 func (v *vm) open(d *Daemon) (err error) {
 	c, home, sw := v.cfg, d.nextLoop(), d.nets[v.cfg.Network].sw
+	d.hcas.Add(1)
+	v.undo.push(func() { d.hcas.Add(-1) })
 	v.undo.push(v.share(d.memory))
 	log := loglimit.New(d.log.With("vm", c.Name)) // one for all devices and connections of the VM
 	v.port, err = vswitch.NewVMPort(sw, vswitch.VMPortConfig{Name: c.Name, MAC: vswitch.MAC(c.MAC), IPs: c.IPs,
@@ -154,18 +158,20 @@ func (v *vm) open(d *Daemon) (err error) {
 	if !d.cfg.Debug.GuestFeatures {
 		kept.Hide = abi.Features
 	}
-	kept.Keeper, kept.KeepAs, kept.Kept = keeper, "hca/"+c.Name, d.kept
+	kept.Keeper, kept.KeepAs, kept.Kept = keeper, hcaKeptAs+c.Name, d.kept
 	kept.Continuity, kept.Blameless = &d.continuity, d.blameless
 	if a := c.Application; a != nil {
-		kept.KeepAs, kept.MaxMemory, kept.Sealed = "app/"+c.Name, a.Memory, true
+		kept.KeepAs, kept.MaxMemory, kept.Sealed = appKeptAs+c.Name, a.Memory, true
 		v.srv, err = v.listen(kept, v.hca)
 		return err
 	}
-	// QEMU connects its virtio-net to the next vnicd by itself. The HCA is QEMU's generic device, which does not
-	// survive the end of its connection.
+	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA is
+	// QEMU's generic device, which does not survive the end of its connection.
 	socket.Path = d.cfg.NetSocket(c)
 	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	if _, err := v.listen(socket, v.net); err != nil {
+	socket.Keeper, socket.KeepAs, socket.Kept = d.cardKeeper(keeper), netKeptAs+c.Name, d.kept
+	socket.Reconnects, socket.Blameless = true, d.blameless
+	if v.netSrv, err = v.listen(socket, v.net); err != nil {
 		return err
 	}
 	v.srv, err = v.listen(kept, v.hca)

@@ -80,6 +80,13 @@ func (n *names) add(name string, store func(fd int) error) (as string, err error
 	return short(number), nil
 }
 
+// count returns the number of names, and its limit.
+func (n *names) count() (stored, most int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return len(n.number), maxNames - (n.long+shortBytes-1)/shortBytes
+}
+
 func (n *names) create(store func(fd int) error) error {
 	fd, err := unix.MemfdCreate("vnicd-names", unix.MFD_CLOEXEC)
 	if err != nil {

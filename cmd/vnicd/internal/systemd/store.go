@@ -65,6 +65,9 @@ func (s *Store) Keep(name string, fd int) error {
 	return s.confirm()
 }
 
+// Stored returns how many descriptors are stored, and how many may be.
+func (s *Store) Stored() (n, most int) { return s.names.count() }
+
 // confirm waits until systemd has read what the caller has sent. One of those who wait at the same time sends the
 // barrier, when that before it has been answered.
 func (s *Store) confirm() error {

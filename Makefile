@@ -49,10 +49,13 @@ SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser .
 # The race detector has nothing to watch where everything happens on one goroutine, which lint checks.
 SINGLE = device/rdma/(roce|roce/recovery|wire|record)
 
+# Packages at a time: the tests of some wait for processes and connections much of the time.
+PARALLEL ?= $(shell n=$$(nproc); echo $$(( n < 4 ? 4 : n )))
+
 test-unit: deps ## unit tests with the race detector
 	@packages=$$($(GO) list ./... | grep -vE '/(integration|$(SINGLE))$$') && \
 	single=$$($(GO) list ./device/... | grep -E '/$(SINGLE)$$') && set -x && \
-	{ $(GO) test -vet=off -timeout 15m $$single & $(GO) test -race -vet=off -timeout 15m $(SLOWEST) $$packages; raced=$$?; \
+	{ $(GO) test -vet=off -timeout 15m $$single & $(GO) test -race -vet=off -p $(PARALLEL) -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
 	wait $$! && exit $$raced; }
 
 test-whole: test-whole-messages test-whole-crash ## unit tests of which `make test-unit` runs a sample, as a whole
@@ -70,7 +73,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestKernelConsumers|TestKernelSockets|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestODPRelease|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
 
 # Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md); and an upgrade from a commit
 # that has to be named.

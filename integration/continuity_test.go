@@ -60,13 +60,13 @@ func TestContinuity(t *testing.T) {
 
 	kept := func() (n int) {
 		for _, name := range w.a.Manager.Kept() {
-			if strings.HasPrefix(name, "/") { // numbers, see package systemd; there is no other VM
+			if strings.HasPrefix(name, "hca/vm1") || strings.HasPrefix(name, "net/vm1") {
 				n++
 			}
 		}
 		return n
 	}
-	eventually(ctx, t, "the HCA's connection is kept", func() bool { return kept() >= 4 })
+	eventually(ctx, t, "the connections of HCA and network card are kept", func() bool { return kept() >= 8 })
 	first := kept()
 	for i := range *restarts {
 		victim, vm := w.a, w.vms[0]
@@ -124,6 +124,11 @@ func TestContinuity(t *testing.T) {
 	quietKernels(ctx, t, w.vms...)
 	// A VM that exits leaves nothing behind.
 	w.vms[0].Kill()
+	defer func() {
+		if t.Failed() {
+			t.Logf("kept: %q", w.a.Manager.Kept())
+		}
+	}()
 	eventually(ctx, t, "no descriptors are kept for an exited VM", func() bool { return kept() == 0 })
 }
 

@@ -25,7 +25,7 @@ import (
 
 var (
 	handovers = flag.Int("handovers", 6, "how often TestHandover and each TestOutlive restart vnicd; 200 for the long test")
-	kills     = flag.Int("kills", 8, "how often TestKill and each TestOutlive kill vnicd; 500 for the long test")
+	kills     = flag.Int("kills", 8, "how often TestHandover and each TestOutlive kill vnicd; 500 for the long test")
 	pauses    = flag.Int("pauses", 3, "how often each TestOutlive pauses VMs; 100 for the long test")
 	longest   = flag.Duration("outlive.pause", 5*time.Second, "the longest pause; 1m for the long test")
 	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping", "what TestOutlive's VMs run; perftest, too")
@@ -36,17 +36,12 @@ var (
 	pairs = flag.Int("outlive.pairs", 100, "queue pairs of the workload counters")
 )
 
-// TestHandover: the vnicds of two hosts are replaced in turns while VMs on them use RC connections: programs that poll
-// and programs that sleep go on without an error, and what they transfer is right (CO-1). One is stopped and started
-// again under a service manager, the other is replaced by its keeper (`vnicd upgrade`). The last two times the VM is
-// paused meanwhile.
+// TestHandover: the vnicds of two hosts are replaced, then killed at any moment, in turns while VMs on them use RC
+// connections: programs that poll and programs that sleep go on without an error, and what they transfer is right (CO-1,
+// CO-2). One is stopped and started again under a service manager, the other is replaced by its keeper
+// (`vnicd upgrade`). The last two times the VM is paused meanwhile.
 func TestHandover(t *testing.T) {
-	outlive(t, onTwoHosts, "perftest", event{"upgrade", upgrade, handovers})
-}
-
-// TestKill is TestHandover with SIGKILL, at any moment (CO-2).
-func TestKill(t *testing.T) {
-	outlive(t, onTwoHosts, "perftest", event{"kill", kill, kills})
+	outlive(t, onTwoHosts, "perftest", event{"upgrade", upgrade, handovers}, event{"kill", kill, kills})
 }
 
 // TestOutlive: every workload goes on, with every byte and number right and each completion there once, while vnicd is
@@ -246,6 +241,7 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 		}
 	})
 	before, _, _ := work(ctx, t, ps, "at first")
+	links := carriers(ctx, t, s.vms)
 	old, begin := len(all), time.Now()
 	version, _ := must[map[string]any](t)(s.hosts[0].Status(ctx))["version"].(string)
 	for _, e := range events {
@@ -295,6 +291,9 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 			w.finish(ctx, t, s)
 		}
 	}
+	if now := carriers(ctx, t, s.vms); !slices.Equal(now, links) {
+		t.Errorf("the links of the VMs' network cards have changed: %q, before %q", now, links)
+	}
 	if t.Failed() {
 		return
 	}
@@ -309,6 +308,15 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 	if !t.Failed() {
 		appendTo(t, all[old:]...)
 	}
+}
+
+// carriers returns how often each VM has seen its network card's link change.
+func carriers(ctx context.Context, t *testing.T, vms []*qemu.Machine) (changes []string) {
+	t.Helper()
+	for _, m := range vms {
+		changes = append(changes, must[string](t)(m.Run(ctx, "cat /sys/class/net/eth0/carrier_changes")))
+	}
+	return changes
 }
 
 // measured returns the programs whose progress tells how long an event was felt.

@@ -199,7 +199,7 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 		u.run(t, command+" 02:00:00:00:00:99 network blue vtep 192.0.2.2")
 	},
 	"vnicd check": asIs,
-	// TestUpgradeKept and TestKill run it; here the service runs.
+	// TestUpgradeKept and TestHandover run it; here the service runs.
 	"vnicd run --keep":  func(u *user, t *testing.T, command string) { u.run(t, command+" --help") },
 	"sudo vnicd reload": asIs,
 	"vnicd connection":  asIs,

@@ -2,6 +2,7 @@ package harness
 
 import (
 	"errors"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -51,11 +52,24 @@ func (m *ServiceManager) Start(ns *Namespace, log string, env []string, argv ...
 	return ns.start(f, env, m.files, argv...)
 }
 
-// Kept returns the names of the stored descriptors.
+// Kept returns the names of the stored descriptors. vnicd stores numbers, and the names in a table: a file with 256 bytes
+// for each, the name behind its length.
 func (m *ServiceManager) Kept() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return slices.Clone(m.names)
+	kept := slices.Clone(m.names)
+	table := slices.Index(m.names, "names/1")
+	for i, name := range kept {
+		number, err := strconv.ParseInt(strings.TrimPrefix(name, "/"), 36, 32)
+		if err != nil || table < 0 || !strings.HasPrefix(name, "/") {
+			continue
+		}
+		entry := make([]byte, 256)
+		if _, err := m.files[table].ReadAt(entry, number*256); err == nil || errors.Is(err, io.EOF) {
+			kept[i] = string(entry[1:][:min(int(entry[0]), 255)])
+		}
+	}
+	return kept
 }
 
 // Close closes the stored descriptors.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -240,6 +241,14 @@ func TestCardsKept(t *testing.T) {
 
 func cardsKept(t *testing.T, features uint64) {
 	k := keptDaemonOf(t, twoVMs)
+	kept := func() int { // descriptors that the keeper has
+		fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", k.keeper.Process.Pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(fds)
+	}
+	first := kept()
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	a, b := k.card(ctx, "one", 1, features), k.card(ctx, "two", 2, features)
@@ -305,6 +314,10 @@ func cardsKept(t *testing.T, features uint64) {
 		if c.lost > events {
 			t.Errorf("VM %d: frames were lost %d times, %d daemons have ended", c.mac[5], c.lost, events)
 		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
 		t.Logf("VM %d: %d frames arrived, %d again; bursts with lost frames: %d", c.mac[5], c.seen, c.twice, c.lost)
 	}
+	testutil.Eventually(t, "the keeper has nothing of front ends that have gone", func() bool { return kept() <= first })
 }

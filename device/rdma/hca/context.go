@@ -353,6 +353,9 @@ func (r *restorer) cq(x *cqContext) error {
 	q.prod, q.cons = x.prod&q.r.mask, x.cons&q.r.mask
 	if q.failed.Store(x.failed); x.failed {
 		r.d.data.cqFailures.Add(1) // its QPs may not have noticed
+		if x.events&(1<<abi.EventCQErr) != 0 {
+			q.setNotice(cqUntold, 0)
+		}
 	}
 	if x.completions != 0 {
 		q.ceq.post(&q.comp, 1)

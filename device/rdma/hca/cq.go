@@ -34,6 +34,7 @@ type cq struct {
 	word   *journal.Word // in the journal; nil: there is none
 
 	failed atomic.Bool // overrun, or its memory is gone: no more CQEs are written
+	notice cqNotice
 
 	comp eventNode // for the completion event queue
 	asyn eventNode // for the asynchronous event queue
@@ -44,6 +45,7 @@ func newCQ(d *dataSide, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq
 	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq, seq: 1}
 	c.comp.init(n, nodeCompletion)
 	c.asyn.init(n, nodeCQ)
+	c.asyn.cq = c
 	return c
 }
 
@@ -142,6 +144,9 @@ func (c *cq) fail(why string, m translate.Miss) {
 	} else {
 		c.dev.warn("completion queue failed", "cq", c.n, "reason", why, "miss", m)
 	}
+	c.setNotice(cqUntold, 0)
+	c.save()
+	point()
 	c.dev.async.post(&c.asyn, 1<<abi.EventCQErr)
 	c.dev.cqFailures.Add(1)
 	c.dev.wakeAll()

@@ -45,6 +45,7 @@ type eventNode struct {
 	queued atomic.Bool
 	next   *eventNode // in the list that holds the node
 
+	cq    *cq               // nodeCQ
 	fault *guestFault       // nodeFault
 	wake  func(bits uint32) // nodeAnswers
 }
@@ -157,6 +158,7 @@ type eventQueue struct {
 	chain   virtq.Chain
 	starved bool // the driver was asked to kick
 	unsent  bool // events are in the used ring and not signalled yet
+	telling *cq  // whose error is the only such event
 	buf     [abi.SizeEvent]byte
 
 	// absent is a fault of a buffer that is absent on the host; only this queue waits for it (PF-7).
@@ -206,7 +208,7 @@ func (eq *eventQueue) run() {
 	if eq.q == nil || eq.absent.Waiting() || eq.waiting.first == nil && !eq.unsent {
 		return
 	}
-	for eq.waiting.first != nil {
+	for eq.waiting.first != nil && (eq.telling == nil || eq.signal()) {
 		n := eq.waiting.pop()
 		bits := n.unqueue()
 		if left, ok := eq.emit(n, bits); !ok {
@@ -214,8 +216,38 @@ func (eq *eventQueue) run() {
 			break
 		}
 	}
-	if eq.unsent && eq.check(eq.q.Signal()) {
-		eq.unsent = false
+	eq.signal()
+}
+
+// signal makes the events in the used ring visible; false if it cannot.
+func (eq *eventQueue) signal() bool {
+	if !eq.unsent {
+		return true
+	}
+	if !eq.check(eq.q.Signal()) {
+		return false
+	}
+	point()
+	if eq.unsent = false; eq.telling != nil {
+		eq.telling.setNotice(0, 0)
+		eq.telling = nil
+	}
+	return true
+}
+
+// recall drops the events that the driver has seen, though the killed process could not note it: the virtqueue starts.
+func (eq *eventQueue) recall() {
+	eq.waiting.collect(&eq.incoming)
+	var seen []*eventNode
+	for n := eq.waiting.first; n != nil; n = n.next {
+		if n.cq != nil && n.cq.told(eq.q.Base()) {
+			seen = append(seen, n)
+		}
+	}
+	for _, n := range seen {
+		eq.waiting.remove(n)
+		n.unqueue()
+		n.cq.setNotice(0, 0)
 	}
 }
 
@@ -226,6 +258,9 @@ func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 		if bits&(1<<t) == 0 {
 			continue
 		}
+		if n.cq != nil && !eq.signal() { // its event comes alone
+			return bits, false
+		}
 		if !eq.popBuffer() {
 			return bits, false
 		}
@@ -233,10 +268,19 @@ func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 		if n.kind == nodeFault {
 			n.fault.posting() // its fields have been read: from here on it may be answered and raised again
 		}
-		if !eq.write(n) && (n.kind != nodeFault || n.fault.unposted()) {
+		if n.cq != nil {
+			n.cq.setNotice(cqUntold|cqTelling, eq.q.Base())
+			point()
+		}
+		written := eq.write(n)
+		if !written && n.cq != nil {
+			n.cq.setNotice(cqUntold, 0)
+		}
+		if !written && (n.kind != nodeFault || n.fault.unposted()) {
 			return bits, false
 		}
 		bits &^= 1 << t
+		eq.telling = n.cq
 	}
 	return 0, true
 }
@@ -360,5 +404,5 @@ func (eq *eventQueue) clear() {
 	for eq.waiting.first != nil {
 		eq.waiting.pop().unqueue()
 	}
-	eq.unsent = false
+	eq.unsent, eq.telling = false, nil
 }

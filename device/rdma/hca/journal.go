@@ -468,54 +468,6 @@ func (j *engineJournal) clear() {
 	j.log.Commit()
 }
 
-// A CQ's word in the journal: its sequence number (39 bits, never 0: the number of completions written so far, which
-// the next one is assigned), whether it has failed (bit 24), and the producer index.
-const (
-	cqSeqShift = 25
-	cqFailed   = 1 << 24
-	cqSeqMax   = 1<<39 - 1
-	cqProdMask = cqFailed - 1
-)
-
-// show posts a completion that is in the journal, unless that was done already.
-func (c *cq) show(o *output) {
-	if c.shared {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-	}
-	switch seq := o.place.Load(); seq {
-	case 0:
-		o.place.Store(c.seq)
-		point()
-	case c.seq: // whoever assigned it was interrupted: the index, which comes last, says when
-		if v, m := c.r.index(abi.RingProducerOff); m.OK() && v == (c.prod+1)&c.r.mask {
-			c.prod = v
-			c.seq = c.seq%cqSeqMax + 1
-			c.save()
-			return
-		}
-	default:
-		return // it is in the ring
-	}
-	c.produce(&o.wc, o.solicited)
-	point()
-	c.seq = c.seq%cqSeqMax + 1
-	c.save()
-	point()
-}
-
-// save stores the position in the journal.
-func (c *cq) save() {
-	if c.word == nil {
-		return
-	}
-	v := c.seq<<cqSeqShift | uint64(c.prod)
-	if c.failed.Load() {
-		v |= cqFailed
-	}
-	c.word.Store(v)
-}
-
 // An atomic cannot be repeated, so it is noted before it is executed, with the value that it finds and the one that
 // it stores; the note is marked when it has been. A process that finds an unmarked note compares the memory with it.
 // Only if the process was killed between note and execution, a window of one instruction, and another processor of

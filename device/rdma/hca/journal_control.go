@@ -139,7 +139,7 @@ func (d *Device) closeJournal() {
 		e.loop.Visit(func() { e.journal = nil })
 	}
 	for _, o := range d.tables.cqs {
-		o.q.word = nil
+		o.q.setWord(nil)
 	}
 	for _, o := range d.tables.qpList {
 		o.q.stored = nil
@@ -154,7 +154,7 @@ func (d *Device) closeJournal() {
 func (j *controlJournal) giveWord(o *cqObject) {
 	n := len(j.words) - 1
 	o.word, j.words = j.words[n], j.words[:n]
-	o.q.word = j.file.Word(o.word)
+	o.q.setWord(j.file.Word(o.word))
 	o.q.save()
 }
 
@@ -169,7 +169,7 @@ func storedWord(words, index int) int { return words - 1 - index }
 
 func (j *controlJournal) takeWord(o *cqObject) {
 	if o.q.word != nil {
-		o.q.word = nil
+		o.q.setWord(nil)
 		j.words = append(j.words, o.word)
 	}
 }
@@ -323,6 +323,7 @@ func (d *Device) addObject(x object) {
 
 func (j *controlJournal) addCQ(d *Device, o *cqObject) {
 	x := takeCQ(d.data, o.q)
+	x.events = 0 // the word says whether there is one
 	j.put(recCQ, x.n, func(c *record.Codec) {
 		record.Num(c, &o.word)
 		x.record(c)

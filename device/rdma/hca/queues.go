@@ -29,6 +29,7 @@ func (eq *eventQueue) start(q *virtq.Queue) (err error) {
 			eq.watch = w
 		}
 		eq.q, eq.starved = q, false
+		eq.recall()
 		if t, ok := eq.engine.enter(); ok {
 			defer eq.engine.leave(t)
 			eq.run() // events may have waited for the queue

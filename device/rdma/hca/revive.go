@@ -195,7 +195,9 @@ func (r *journalReader) control(x *journal.Record, words []*journal.Word) (err e
 		if err == nil {
 			r.past.cqs[n] = words[word]
 			w := words[word].Load()
-			v.prod, v.failed = uint32(w&cqProdMask), w&cqFailed != 0
+			if v.prod, v.failed = uint32(w&cqProdMask), w&cqFailed != 0; v.failed && w&cqUntold != 0 {
+				v.events |= 1 << abi.EventCQErr
+			}
 		}
 		r.cqs[n], named = v, v.n
 	case recSRQObject:
@@ -347,14 +349,14 @@ func (d *Device) finishPast(p *past) error {
 	defer d.mu.Unlock()
 	t := &d.tables
 	for n, o := range t.cqs {
-		o.q.word = p.cqs[n] // so that what is posted here is not posted again if this process is killed
-		if o.q.seq = o.q.word.Load() >> cqSeqShift; o.q.seq == 0 {
+		o.q.recall(p.cqs[n]) // what is posted here is not posted again if this process is killed
+		if o.q.seq == 0 {
 			return fmt.Errorf("completion queue %d has no sequence number: %w", n, record.ErrInvalid)
 		}
 	}
 	defer func() {
 		for _, o := range t.cqs {
-			o.q.word = nil
+			o.q.setWord(nil)
 		}
 	}()
 	for _, e := range d.data.engines {

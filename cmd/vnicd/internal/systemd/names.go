@@ -1,6 +1,7 @@
 package systemd
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -25,6 +26,7 @@ type names struct {
 	used   int            // entries from here on were never used
 	free   []int          // below used
 	freed  []int          // the manager may not have removed their descriptors yet
+	bad    map[int]bool   // of descriptors that were refused, until settle
 	long   int            // bytes of the older vnicd's names
 }
 
@@ -33,7 +35,8 @@ const (
 	namesBytes = 120 << 10 // for all names with their separators; the rest is for those of sockets
 	shortBytes = 5         // of one name with its separator, at most
 	maxNames   = namesBytes / shortBytes
-	entrySize  = 256 // a byte with the name's length, 0 if there is none, and the name
+	entrySize  = 256       // a byte with the name's length, 0 if there is none, and the name
+	noName     = ":\n\x00" // no name has these
 	old        = -1
 )
 
@@ -50,7 +53,7 @@ func (n *names) add(name string, store func(fd int) error) (as string, err error
 		return name, nil
 	case ok:
 		return short(number), nil
-	case name == "" || len(name) >= entrySize || strings.ContainsAny(name, ":\n\x00"):
+	case name == "" || len(name) >= entrySize || strings.ContainsAny(name, noName):
 		return "", fmt.Errorf("systemd: name %q of a descriptor: want 1 to %d bytes without colons", name, entrySize-1)
 	}
 	if n.file == nil {
@@ -146,25 +149,34 @@ func (n *names) adopt(f *os.File) {
 	n.file, n.number = f, map[string]int{}
 }
 
+// numberIn returns the number of the entry that as names.
+func numberIn(as string) (number int, ok bool) {
+	text, ok := strings.CutPrefix(as, "/")
+	n, err := strconv.ParseUint(text, 36, 32)
+	number = int(n)
+	return number, ok && err == nil && number < maxNames && short(number) == as
+}
+
 // passed returns the name of a descriptor that the previous process has stored as as. An error says that it has none.
 func (n *names) passed(as string) (name string, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	name, number := as, old
-	if text, ok := strings.CutPrefix(as, "/"); ok {
-		parsed, err := strconv.ParseUint(text, 36, 32)
-		switch number = int(parsed); {
-		case err != nil || number >= maxNames || short(number) != as:
+	if strings.HasPrefix(as, "/") {
+		var ok bool
+		switch number, ok = numberIn(as); {
+		case !ok:
 			return "", fmt.Errorf("%q is not the number of a name", as)
 		case n.file == nil:
 			return "", errors.New("the table of names is missing")
 		}
 		entry := make([]byte, entrySize)
 		got, _ := n.file.ReadAt(entry, int64(number)*entrySize) // what is behind the end is zero
-		if length := int(entry[0]); length == 0 || length >= got {
+		length := int(entry[0])
+		if length == 0 || length >= got || bytes.ContainsAny(entry[1:1+length], noName) {
 			return "", fmt.Errorf("%q has no name", as)
 		}
-		name = string(entry[1 : 1+entry[0]])
+		name = string(entry[1 : 1+length])
 	}
 	if _, twice := n.number[name]; twice {
 		return "", fmt.Errorf("there are two of %q", name)
@@ -176,7 +188,29 @@ func (n *names) passed(as string) (name string, err error) {
 	return name, nil
 }
 
-// settle ends a series of passed: what was not passed is free.
+// refuse calls send with the name of a descriptor that passed has refused, for its removal. Until that is confirmed,
+// the entry is not used again: the manager may still have the descriptor, and the next process would take it for
+// another.
+func (n *names) refuse(as string, send func(as string) error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	number, ok := numberIn(as)
+	if n.bad[number] && ok {
+		return // two of the same: one removal is for both
+	}
+	err := send(as)
+	if !ok {
+		return
+	}
+	if n.bad == nil {
+		n.bad = map[int]bool{}
+	}
+	if n.bad[number] = true; err == nil { // else the number is lost
+		n.freed = append(n.freed, number)
+	}
+}
+
+// settle ends a series of passed and refuse: what was not passed is free.
 func (n *names) settle() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -185,6 +219,11 @@ func (n *names) settle() {
 		taken[number] = true
 		n.used = max(n.used, number+1)
 	}
+	for number := range n.bad {
+		taken[number] = true
+		n.used = max(n.used, number+1)
+	}
+	n.bad = nil
 	for number := range n.used {
 		if !taken[number] {
 			n.free = append(n.free, number)

@@ -198,9 +198,70 @@ func TestNamesDamaged(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	long := strings.Repeat("x", entrySize-1)
+	last := mustAdd(t, n, long)
+	if name, err := successor(t, n).passed(last); err != nil || name != long {
+		t.Errorf("the longest name is %q, %v", name, err)
+	}
 	for _, bad := range []string{"", "hca:one", "hca/\n", strings.Repeat("x", entrySize)} {
 		if _, err := n.add(bad, noStore); err == nil {
 			t.Errorf("%q is accepted", bad)
 		}
+	}
+}
+
+// TestNamesRefused: the entry of a descriptor that was refused, because the table is damaged, is not used again before
+// the manager has removed the descriptor. Otherwise, if this process is killed before, the next one gets it by the
+// name of another.
+func TestNamesRefused(t *testing.T) {
+	m := newKeepingManager(t)
+	n := &names{}
+	n.adopt(nil)
+	var all []Descriptor
+	for _, name := range []string{"hca/one", "hca/two", "hca/three", "hca/four"} {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, Descriptor{mustAdd(t, n, name), fd})
+	}
+	for _, entry := range []int64{1, 3} {
+		if _, err := n.file.WriteAt([]byte{255}, entry*entrySize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	again, err := unix.FcntlInt(uintptr(all[1].FD), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all = append(all, Descriptor{all[1].Name, again}) // a second one of the same name
+	table, err := unix.FcntlInt(n.file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var s Store
+	kept, err := s.take(table, all)
+	if len(kept) != 2 || err == nil || strings.Count(err.Error(), "has no name") != 3 {
+		t.Fatalf("kept %v, %v", kept, err)
+	}
+	for _, fd := range kept {
+		_ = unix.Close(fd)
+	}
+	refused := map[string]bool{all[1].Name: true, all[3].Name: true}
+	for i := range 4 {
+		if as := mustAdd(t, &s.names, fmt.Sprintf("hca/before%d", i)); refused[as] {
+			t.Errorf("%s is used again before its removal is confirmed", as)
+		}
+	}
+	m.open()
+	if err := s.Keep("hca/confirms", int(n.file.Fd())); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 2 {
+		as := mustAdd(t, &s.names, fmt.Sprintf("hca/after%d", i))
+		if !refused[as] {
+			t.Errorf("%s is used, want one of those that were removed", as)
+		}
+		delete(refused, as)
 	}
 }

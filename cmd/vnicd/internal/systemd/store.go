@@ -155,8 +155,7 @@ func (s *Store) Ending() bool { return s.frozen.Load() }
 
 // Kept returns the descriptors that were passed, by name. The caller owns them. What has no name is dropped; err says
 // what that was.
-func (s *Store) Kept() (_ map[string]int, err error) {
-	kept := map[string]int{}
+func (s *Store) Kept() (map[string]int, error) {
 	table := -1
 	var stored []Descriptor
 	for _, d := range passedFiles() {
@@ -173,6 +172,12 @@ func (s *Store) Kept() (_ map[string]int, err error) {
 		}
 		syscall.CloseOnExec(d.FD)
 	}
+	return s.take(table, stored)
+}
+
+// take returns those of the stored descriptors that have a name in the table, -1 if there is none.
+func (s *Store) take(table int, stored []Descriptor) (kept map[string]int, err error) {
+	kept = map[string]int{}
 	if table >= 0 {
 		s.names.adopt(os.NewFile(uintptr(table), namesFile))
 	} else {
@@ -185,7 +190,7 @@ func (s *Store) Kept() (_ map[string]int, err error) {
 			err = errors.Join(err, bad)
 			_ = syscall.Close(d.FD)
 			if !is[d.Name] { // the name may be that of two
-				_ = s.send(removeAs + d.Name)
+				s.names.refuse(d.Name, func(as string) error { return s.send(removeAs + as) })
 			}
 			continue
 		}

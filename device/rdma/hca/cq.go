@@ -29,6 +29,7 @@ type cq struct {
 	r      ring
 	prod   uint32 // next element to write
 	cons   uint32 // the guest's consumer index when last read
+	room   uint32 // until the first completion after a kill: at least so many elements were free; 0: see cons
 	wc     [abi.SizeWC]byte
 	seq    uint64        // journal.go
 	word   *journal.Word // in the journal; nil: there is none
@@ -116,20 +117,24 @@ func (c *cq) produce(wc *abi.WC, solicited bool) {
 // The consumer index moves at most up to the producer index. Some releases of the
 // rxe provider move it one beyond (rdma-core 44, end_poll after a failed
 // next_poll). Reread this early, it cannot be mistaken for a full ring; the guest
-// expects the next completion there, so the producer follows.
+// expects the next completion there, so the producer follows. After a kill the index
+// that the killed process had read last is not known, but whether there was room.
 func (c *cq) full() (bool, translate.Miss) {
 	used := (c.prod - c.cons) & c.r.mask
 	if used <= c.r.mask/2 {
+		c.room = 0
 		return false, translate.Miss{}
 	}
 	v, m := c.r.index(abi.RingConsumerOff)
 	if !m.OK() {
 		return false, m
 	}
-	if (v-c.cons)&c.r.mask > used {
+	passed := (v-c.cons)&c.r.mask > used || c.room > 0 && v == (c.prod+1)&c.r.mask
+	if c.cons, c.room = v, 0; passed {
 		c.prod = v
 	}
-	c.cons = v
+	c.save() // what the next process has to know of v, before a completion follows
+	point()
 	return (c.prod+1)&c.r.mask == c.cons, m
 }
 
@@ -218,7 +223,7 @@ func (c *cq) continueMove(m *cqMove, moved func()) (done bool, err error) {
 	if !miss.OK() {
 		return false, &faultError{what: "moving completions to the new ring", miss: miss}
 	}
-	c.r, c.prod, c.cons = m.to, m.copied, 0
+	c.r, c.prod, c.cons, c.room = m.to, m.copied, 0, 0
 	moved()
 	return true, nil
 }

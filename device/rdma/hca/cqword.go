@@ -10,21 +10,27 @@ import (
 )
 
 // A CQ's word in the journal: its sequence number (39 bits, never 0: the number of completions written so far, which
-// the next one is assigned), whether it has failed (bit 24), and the producer index (22 bits: Limits.CQEs). A CQ that
-// has failed assigns no more numbers. Its word says whether the driver knows:
+// the next one is assigned), whether it has failed (bit 24), and the producer index (22 bits: Limits.CQEs). In between
+// are two bits, which older versions do not know: they wrote 0, and ignore others.
+//
+// While the CQ works they say how many free elements the producer knows of: 1 + min(n, 2), or 0 if that is not known.
+// A process that revives the CQ finds only the guest's consumer index. If it is one beyond the producer, it tells a
+// full ring from one whose guest has passed the producer (see cq.full).
+//
+// A CQ that has failed assigns no more numbers. The bits say whether the driver knows of the failure:
 //
 //	cqUntold    the CQ error event is to be posted
 //	cqTelling   the event becomes visible alone, where the event queue's used ring has the position (16 bits, plus 1)
 //	            that is in the place of the sequence number: if it goes on there, the driver has not seen the event
-//
-// Versions before cqUntold wrote neither bit, and ignore both.
 const (
-	cqSeqShift = 25
-	cqSeqMax   = 1<<39 - 1
-	cqFailed   = 1 << 24
-	cqTelling  = 1 << 23
-	cqUntold   = 1 << 22
-	cqProdMask = cqUntold - 1
+	cqSeqShift  = 25
+	cqSeqMax    = 1<<39 - 1
+	cqFailed    = 1 << 24
+	cqTelling   = 1 << 23
+	cqUntold    = 1 << 22
+	cqRoomShift = 22
+	cqRoomMax   = 2
+	cqProdMask  = 1<<cqRoomShift - 1
 )
 
 // cqNotice says what the driver knows of a CQ's failure. The CQ's producer and the asynchronous event queue's engine
@@ -50,7 +56,7 @@ func (c *cq) show(o *output) {
 		point()
 	case c.seq: // whoever assigned it was interrupted: the index, which comes last, says when
 		if v, m := c.r.index(abi.RingProducerOff); m.OK() && v == (c.prod+1)&c.r.mask {
-			c.prod = v
+			c.prod, c.room = v, max(c.room, 1)-1
 			c.seq = c.seq%cqSeqMax + 1
 			c.save()
 			return
@@ -77,6 +83,12 @@ func (c *cq) save() {
 	v := c.seq<<cqSeqShift | uint64(c.prod)
 	if c.failed.Load() {
 		v = c.notice.add(v | cqFailed)
+	} else {
+		room := c.room // not known better since the word of a killed process said so
+		if room == 0 {
+			room = min(c.r.mask-(c.prod-c.cons)&c.r.mask, cqRoomMax)
+		}
+		v |= uint64(1+room) << cqRoomShift
 	}
 	c.word.Store(v)
 }
@@ -120,7 +132,13 @@ func (c *cq) setWord(w *journal.Word) {
 func (c *cq) recall(w *journal.Word) {
 	v := w.Load()
 	c.setWord(w)
-	if c.seq = v >> cqSeqShift; v&cqFailed != 0 && v&cqTelling != 0 {
+	switch c.seq = v >> cqSeqShift; {
+	case v&cqFailed == 0:
+		// In a ring of two, a producer that follows by one could not be told from one that has produced one.
+		if room := uint32(v>>cqRoomShift) & 3; room > 0 && c.r.mask > 1 {
+			c.room = room - 1
+		}
+	case v&cqTelling != 0:
 		c.setNotice(v&(cqUntold|cqTelling), uint16(c.seq-1))
 	}
 }

@@ -175,8 +175,10 @@ func (se *session) begin() (err error) {
 func (se *session) teardown() {
 	defer se.measure()()
 	se.handOver()
+	to := se.kept.to
 	se.kept.end(se.files, se.running.names(&se.kept))
-	if se.refused {
+	// What the next process gets is its own to refuse: this one may have refused a message because it ends.
+	if se.refused && (to == nil || !to.Ending()) {
 		se.t.discard()
 	}
 	se.stopAll()

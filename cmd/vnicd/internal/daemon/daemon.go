@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -157,7 +158,8 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 }
 
 // Close undoes Start: it disconnects VMs, removes TAP ports and sockets, and joins all threads. systemd keeps the VMs'
-// descriptors for the next vnicd. Close may be called twice.
+// descriptors for the next vnicd. Close may be called twice. If a VM cannot be disconnected within endLimit, Close
+// leaves everything below the VMs to the process's end.
 func (d *Daemon) Close() error {
 	d.store.Freeze()
 	d.resends.end()
@@ -170,6 +172,31 @@ func (d *Daemon) Close() error {
 
 // flushLimit bounds the wait for the service manager at the end. It is usually done within a millisecond.
 const flushLimit = 5 * time.Second
+
+// endLimit bounds the wait for the ends of all VMs, within the unit's TimeoutStopSec. A descriptor of a front end's may
+// block close(2) for as long as that wishes: a socket with SO_LINGER, or a file of its own file system.
+const endLimit = 15 * time.Second
+
+// together runs functions at the same time, and returns the names of those that have not ended after limit.
+func together(limit time.Duration, all map[string]func()) (left []string) {
+	ended := make(chan string, len(all))
+	for name, f := range all {
+		go func() {
+			f()
+			ended <- name
+		}()
+	}
+	running := maps.Clone(all)
+	for late := time.After(limit); len(running) > 0; {
+		select {
+		case name := <-ended:
+			delete(running, name)
+		case <-late:
+			return slices.Sorted(maps.Keys(running))
+		}
+	}
+	return nil
+}
 
 // keeper returns the keeper of connections, nil without systemd.
 func (d *Daemon) keeper() vhostuser.Keeper {
@@ -400,10 +427,15 @@ func (d *Daemon) makeVMs() error {
 		d.cfg, d.vms = d.cfg.Clone(), map[string]*vm{}
 		d.cfg.VMs = nil
 		d.mu.Unlock()
-		for _, v := range vms {
-			v.undo.run()
+		ends := map[string]func(){"those being removed": d.removals.Wait}
+		for name, v := range vms {
+			ends[name] = v.undo.run
 		}
-		d.removals.Wait()
+		if left := together(endLimit, ends); len(left) > 0 {
+			// They still use what follows. The process ends without it, as it would be killed, which the VMs outlive, too.
+			d.undo = nil
+			d.log.Error("VMs cannot be disconnected: vnicd ends without that", "vms", left, "waited", endLimit)
+		}
 	})
 	defer d.continuity.Hold()()
 	for _, c := range d.cfg.VMs {

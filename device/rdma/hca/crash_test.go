@@ -189,7 +189,7 @@ func newCrash(t testing.TB, op uint32, srq, local bool, victims string, at, size
 	if size != 0 {
 		c.size = size
 	}
-	if c.atomic() {
+	if c.atomic() || op == abi.WRAtomicWrite {
 		c.size = 8
 	}
 	for i := range c.n {
@@ -510,6 +510,8 @@ func TestCrash(t *testing.T) {
 		{"FETCH_ADD, seven at a time", abi.WRAtomicFetchAndAdd, false, 1, -7},
 		{"REG_MR, SEND, LOCAL_INV", abi.WRRegMR, false, 2, 0},
 		{"FETCH_ADD", abi.WRAtomicFetchAndAdd, false, 1, 0}, {"CMP_SWP", abi.WRAtomicCmpAndSwp, false, 3, 0},
+		{"ATOMIC_WRITE", abi.WRAtomicWrite, false, 1, 0},
+		{"ATOMIC_WRITE, seven at a time", abi.WRAtomicWrite, false, 3, -7},
 	} {
 		for _, victims := range []string{"a", "b", "ab", "AB"} {
 			local := victims == "AB"

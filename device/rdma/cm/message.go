@@ -116,7 +116,7 @@ func (m Message) QPN() uint32 {
 	return m.u24(8) // DREQ, SIDR_REP
 }
 
-// PSN returns the sender's starting packet number in REQ and REP; 24 bits.
+// PSN returns the starting packet number of REQ and REP, at which the receiver shall begin to send; 24 bits.
 func (m Message) PSN() uint32 {
 	if m.Kind() == REQ {
 		return m.u24(44)

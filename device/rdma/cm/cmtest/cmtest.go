@@ -55,6 +55,17 @@ func Of(m cm.Message) Message {
 
 // Bytes returns the whole management datagram.
 func (x *Message) Bytes() []byte {
+	f := cm.Fields{Kind: x.Kind, Transaction: x.Transaction, LocalID: x.LocalID, RemoteID: x.RemoteID,
+		Service: x.Service, QPN: x.QPN, PSN: x.PSN, Transport: x.Transport, PathMTU: x.PathMTU, RNRRetry: x.RNRRetry,
+		PKey: x.PKey, Local: x.Local, Remote: x.Remote, Reason: x.Reason, ServiceTimeout: x.ServiceTimeout}
+	if b, err := f.Encode(); err == nil {
+		return b
+	}
+	return x.other()
+}
+
+// other encodes the messages that cm.Fields does not describe: SIDR, alternate paths, and kinds that do not exist.
+func (x *Message) other() []byte {
 	b := make([]byte, cm.MADLen)
 	b[0], b[1], b[2], b[3] = 1, 7, 2, 3
 	be := binary.BigEndian
@@ -62,29 +73,10 @@ func (x *Message) Bytes() []byte {
 	be.PutUint16(b[16:], uint16(x.Kind))
 	d := b[24:]
 	be.PutUint32(d, x.LocalID)
-	if x.Kind != cm.REQ && x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
+	if x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
 		be.PutUint32(d[4:], x.RemoteID)
 	}
 	switch x.Kind {
-	case cm.REQ:
-		be.PutUint64(d[8:], x.Service)
-		be.PutUint32(d[32:], x.QPN<<8)
-		d[43] = x.Transport << 1
-		be.PutUint32(d[44:], x.PSN<<8)
-		be.PutUint16(d[48:], x.PKey)
-		d[50] = x.PathMTU<<4 | x.RNRRetry&7
-		copy(d[56:], x.Local[:])
-		copy(d[72:], x.Remote[:])
-	case cm.REP:
-		be.PutUint32(d[12:], x.QPN<<8)
-		be.PutUint32(d[20:], x.PSN<<8)
-		d[27] = x.RNRRetry << 5
-	case cm.REJ:
-		be.PutUint16(d[10:], x.Reason)
-	case cm.MRA:
-		d[9] = x.ServiceTimeout << 3
-	case cm.DREQ:
-		be.PutUint32(d[8:], x.QPN<<8)
 	case cm.LAP:
 		be.PutUint32(d[12:], x.QPN<<8)
 	case cm.SIDRReq:

@@ -21,10 +21,11 @@
 //	n, err := cq.PollWait(ctx, wcs) // then wcs[i].Err() for i < n
 //
 // The peer does the same with its own device. An end whose memory the other accesses grants that twice: in the
-// region (PD.Register) and in the connection (ConnectOptions.Access), which grants nothing by default. There is no
-// connection manager: the two exchange GID, QP number and first PSN, and for WRITE, READ and atomics also the
-// Remote, by other means such as TCP. The package's example (guestdrv/example_test.go) has both ends of a
-// connection, with error checks; guestdrv/examples/pingpong is a complete program.
+// region (PD.Register) and in the connection (ConnectOptions.Access), which grants nothing by default. Package
+// guestdrv/rdmacm connects queue pairs by IP address and port, as librdmacm does. Without it the two exchange GID, QP
+// number and first PSN by other means such as TCP. For WRITE, READ and atomics the peer also needs the Remote. The
+// package's example (guestdrv/example_test.go) has both ends of a connection, with error checks;
+// guestdrv/examples/pingpong is a complete program.
 //
 // # Errors
 //

@@ -35,7 +35,7 @@ const (
 )
 
 // Fields are the contents of a message that sets up or ends a connection. Encode ignores fields that the kind does not
-// have, and so do comparisons of what Decode returns: it leaves them zero. Numbers are cut to the width of their fields.
+// have, and Decode leaves them zero. Numbers are cut to the width of their fields.
 type Fields struct {
 	Kind              Kind
 	Transaction       uint64

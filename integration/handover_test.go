@@ -37,8 +37,8 @@ var (
 )
 
 // TestHandover: the vnicds of two hosts are replaced, then killed at any moment, in turns while VMs on them use RC
-// connections: programs that poll and programs that sleep go on without an error, and what they transfer is right (CO-1,
-// CO-2). One is stopped and started again under a service manager, the other is replaced by its keeper
+// connections: programs that poll and programs that sleep go on without an error, and what they transfer is right
+// (CO-1, CO-2). One is stopped and started again under a service manager, the other is replaced by its keeper
 // (`vnicd upgrade`). The last two times the VM is paused meanwhile.
 func TestHandover(t *testing.T) {
 	outlive(t, onTwoHosts, "perftest", event{"upgrade", upgrade, handovers}, event{"kill", kill, kills})

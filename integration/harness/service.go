@@ -52,8 +52,8 @@ func (m *ServiceManager) Start(ns *Namespace, log string, env []string, argv ...
 	return ns.start(f, env, m.files, argv...)
 }
 
-// Kept returns the names of the stored descriptors. vnicd stores numbers, and the names in a table: a file with 256 bytes
-// for each, the name behind its length.
+// Kept returns the names of the stored descriptors. vnicd stores numbers, and the names in a table: a file with 256
+// bytes for each, the name behind its length.
 func (m *ServiceManager) Kept() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -85,8 +85,8 @@ func (v *vm) kill(k *testutil.Keeper, die func()) (next func()) {
 	return v.serve(k, k.Pass())
 }
 
-// QEMU exchanges call eventfds when it masks interrupts, and when the VM is paused; it gets killed processes' successors
-// in between. Nothing is left over.
+// QEMU exchanges call eventfds when it masks interrupts, and when the VM is paused; processes are killed in between.
+// Nothing is left over.
 func TestKeptCalls(t *testing.T) {
 	h := newHost(t, 1, true)
 	k := testutil.NewKeeper(t)

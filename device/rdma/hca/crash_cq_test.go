@@ -2,6 +2,7 @@ package hca
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"testing"
 
@@ -72,7 +73,12 @@ func TestCrashConsumerPassed(t *testing.T) {
 	for _, elems := range []uint32{4, 8, 16} {
 		for _, twice := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%d elements, twice %v", elems, twice), func(t *testing.T) {
-				err := eachPoint(t, t.Run, 1, 1, func(t *testing.T, at int) int {
+				at, step := 1, 1
+				if !*everyCrash {
+					step = 7
+					at += rand.IntN(step)
+				}
+				err := eachPoint(t, t.Run, at, step, func(t *testing.T, at int) int {
 					return crashConsumerPassed(t, at, elems, twice)
 				})
 				if err != nil {

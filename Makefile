@@ -49,13 +49,10 @@ SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser .
 # The race detector has nothing to watch where everything happens on one goroutine, which lint checks.
 SINGLE = device/rdma/(roce|roce/recovery|wire|record)
 
-# Packages at a time: the tests of some wait for processes and connections much of the time.
-PARALLEL ?= $(shell n=$$(nproc); echo $$(( n < 4 ? 4 : n )))
-
 test-unit: deps ## unit tests with the race detector
 	@packages=$$($(GO) list ./... | grep -vE '/(integration|$(SINGLE))$$') && \
 	single=$$($(GO) list ./device/... | grep -E '/$(SINGLE)$$') && set -x && \
-	{ $(GO) test -vet=off -timeout 15m $$single & $(GO) test -race -vet=off -p $(PARALLEL) -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
+	{ $(GO) test -vet=off -timeout 15m $$single & $(GO) test -race -vet=off -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
 	wait $$! && exit $$raced; }
 
 test-whole: test-whole-messages test-whole-crash ## unit tests of which `make test-unit` runs a sample, as a whole

@@ -179,6 +179,8 @@ var (
 	vmEngine  = counter("vm_engine_seconds_total",
 		"Time that engines work for a face of the VM's NIC, estimated from samples.", "vm", "face")
 
+	vmLink = gauge("vm_link_outlives", "Whether the link of the VM's network device stays up over that end of vnicd: a "+
+		"restart, a kill. Of VMs that are connected.", "vm", "end")
 	hcaOutlives = gauge("hca_outlives", "Whether the HCA's connection outlives that end of vnicd: a restart, a kill. Of VMs "+
 		"and applications that are connected.", "vm", "end")
 	hcaLink = gauge("hca_link_up", "Whether the HCA's port is up: 0 while the VM's dma is blocked.", "vm")
@@ -482,6 +484,10 @@ func (e emitter) vm(v *daemon.VMStatus) {
 	e.yes(vmUp, v.HCA.Up, v.Name, "hca")
 	e.yes(vmBroken, v.Net.Broken != "", v.Name, "net")
 	e.yes(vmBroken, v.HCA.Failed, v.Name, "hca")
+	if o := v.NetOutlives; o != "" {
+		e.yes(vmLink, o != daemon.OutlivesNothing, v.Name, "restart")
+		e.yes(vmLink, o == daemon.OutlivesKill, v.Name, "kill")
+	}
 	if o := v.Outlives; o != "" {
 		e.yes(hcaOutlives, o != daemon.OutlivesNothing, v.Name, "restart")
 		e.yes(hcaOutlives, o == daemon.OutlivesKill, v.Name, "kill")

@@ -41,7 +41,8 @@ var (
 // (CO-1, CO-2). One is stopped and started again under a service manager, the other is replaced by its keeper
 // (`vnicd upgrade`). The last two times the VM is paused meanwhile.
 func TestHandover(t *testing.T) {
-	outlive(t, onTwoHosts, "perftest", event{"upgrade", upgrade, handovers}, event{"kill", kill, kills})
+	outlive(t, onTwoHosts, "perftest", event{name: "upgrade", run: upgrade, times: handovers},
+		event{name: "kill", run: kill, times: kills})
 }
 
 // TestOutlive: every workload goes on, with every byte and number right and each completion there once, while vnicd is
@@ -53,8 +54,8 @@ func TestOutlive(t *testing.T) {
 		place func(context.Context, *testing.T, *lab.Lab) *stand
 	}{{"two hosts", onTwoHosts}, {"one host", onOneHost}, {"rxe", besideRXE}} {
 		t.Run(p.name, func(t *testing.T) {
-			outlive(t, p.place, *chosen, event{"kill", kill, kills}, event{"upgrade", upgrade, handovers},
-				event{"pause", pause, pauses})
+			outlive(t, p.place, *chosen, event{name: "kill", run: kill, times: kills},
+				event{name: "upgrade", run: upgrade, times: handovers}, event{name: "pause", run: pause, times: pauses})
 		})
 	}
 }
@@ -127,6 +128,7 @@ type event struct {
 	name  string
 	run   func(ctx context.Context, t *testing.T, s *stand, n int)
 	times *int
+	flaps bool // the links of the VMs' network cards may go down
 }
 
 // victim is the host, and its VM, whose turn it is.
@@ -283,6 +285,9 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 			if !t.Failed() {
 				all = append(all, r)
 			}
+		}
+		if e.flaps {
+			links = carriers(ctx, t, s.vms)
 		}
 	}
 	finish(ctx, t, ps)

@@ -1,6 +1,7 @@
 package hostdriver
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -81,6 +82,28 @@ func NewFile(size uint64) (fd int, err error) {
 	if err := unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, immutable); err != nil {
 		_ = unix.Close(fd)
 		return -1, fmt.Errorf("memory file cannot be made immutable (CAP_LINUX_IMMUTABLE, Linux 6.0): %w", err)
+	}
+	return fd, nil
+}
+
+// SealedFile makes a memory file with a content that cannot change any more. The name is for those who look at the
+// process's descriptors. The caller owns the descriptor.
+func SealedFile(name string, content []byte) (fd int, err error) {
+	if fd, err = unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING); err != nil {
+		return -1, fmt.Errorf("memory file %s: %w", name, err)
+	}
+	for n := 0; err == nil && len(content) > 0; content = content[n:] {
+		if n, err = unix.Write(fd, content); errors.Is(err, unix.EINTR) {
+			n, err = 0, nil
+		}
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
+			unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_WRITE|unix.F_SEAL_SEAL)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return -1, fmt.Errorf("memory file %s: %w", name, err)
 	}
 	return fd, nil
 }

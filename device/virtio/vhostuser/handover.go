@@ -6,7 +6,6 @@ import (
 	"io"
 	"maps"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/virtq"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // A process that ends in good order hands a connection over to the next one, so that the driver does not notice the
@@ -112,9 +112,9 @@ func (se *session) handed(state []byte) (*handed, error) {
 	h := se.choices(epoch)
 	h.Context = uint64(len(state))
 	if len(state) > 0 {
-		fd, err := contextFile(state)
+		fd, err := hostdriver.SealedFile("vnicd-context", state)
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("the device's state: %w", err)
 		}
 		err = se.kept.to.Keep(se.kept.context(h.Epoch), fd)
 		_ = unix.Close(fd)
@@ -153,27 +153,6 @@ func (se *session) choices(epoch uint64) *handed {
 
 // eventfds returns kick, call and error; -1: none.
 func (r *ring) eventfds() [3]int { return [3]int{r.kick, r.call.FD(), r.err.FD()} }
-
-// contextFile returns a memory file with that content, which cannot change any more.
-func contextFile(content []byte) (fd int, err error) {
-	if fd, err = unix.MemfdCreate("vnicd-context", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING); err != nil {
-		return -1, fmt.Errorf("memory file for the device's state: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), "vnicd-context")
-	defer f.Close()
-	_, err = f.Write(content)
-	if err == nil {
-		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS,
-			unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_WRITE|unix.F_SEAL_SEAL)
-	}
-	if err == nil {
-		fd, err = unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	}
-	if err != nil {
-		return -1, fmt.Errorf("memory file for the device's state: %w", err)
-	}
-	return fd, nil
-}
 
 // takeOver continues what the previous process has handed over, or kept when it was killed, and reports whether it did.
 // If that fails, the driver has to begin anew.

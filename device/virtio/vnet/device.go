@@ -3,7 +3,6 @@ package vnet
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -63,7 +62,7 @@ type Device struct {
 	owner *loop.Owner
 	meter loop.Meter // the loops' time for this device
 
-	journal *os.File // of the connection's goroutine; nil: none yet. See survive.go
+	journal int // a memory file, see survive.go; -1: none. Of the connection's goroutine
 
 	// Written by the connection's goroutine, read for status.
 	connected atomic.Bool
@@ -91,7 +90,7 @@ func New(cfg Config) (*Device, error) {
 		return nil, fmt.Errorf("vnet: %s: needs loops, a buffer pool and a port", cfg.Name)
 	}
 	cfg.Log = loglimit.New(cfg.Log)
-	d := &Device{cfg: cfg, log: cfg.Log}
+	d := &Device{cfg: cfg, log: cfg.Log, journal: -1}
 	d.owner = loop.NewOwner(d.fault)
 	cfg.Account.Take(translate.CostDevice, uint64(cfg.Pairs)*pairCost())
 	for i := range cfg.Pairs {

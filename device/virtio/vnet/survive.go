@@ -3,14 +3,15 @@ package vnet
 import (
 	"bytes"
 	"fmt"
-	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // Another process can continue the device, however this one ends (virtio.Survivor): the link stays up, and the guest's
 // kernel keeps its neighbours. All of the device's state is in the rings and in what the transport keeps. So its
-// journal has only the version of that agreement: what a later release might add.
+// journal says only that, by its version: a later release may have devices with more.
 //
 // Frames that were between a ring and the network when the process was killed are lost, or sent twice: one that was
 // taken and not returned is taken again.
@@ -31,24 +32,8 @@ func (d *Device) Restore(state []byte) error {
 
 // Journal implements virtio.Survivor.
 func (d *Device) Journal() (fd int, err error) {
-	if d.journal != nil {
-		return int(d.journal.Fd()), nil
-	}
-	fd, err = unix.MemfdCreate("vnicd-net-journal", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		return -1, fmt.Errorf("vnet: memory file for the journal: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), "vnicd-net-journal")
-	if _, err = f.Write(journalContent); err == nil {
-		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS,
-			unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_WRITE|unix.F_SEAL_SEAL)
-	}
-	if err != nil {
-		_ = f.Close()
-		return -1, fmt.Errorf("vnet: memory file for the journal: %w", err)
-	}
-	d.journal = f
-	return fd, nil
+	d.journal, err = hostdriver.SealedFile("vnicd-net-journal", journalContent)
+	return d.journal, err
 }
 
 // Revive implements virtio.Survivor. It fails for the journal of a release whose devices have more state.
@@ -65,8 +50,8 @@ func (d *Device) Revive(journal int) error {
 }
 
 func (d *Device) dropJournal() {
-	if d.journal != nil {
-		_ = d.journal.Close()
-		d.journal = nil
+	if d.journal >= 0 {
+		_ = unix.Close(d.journal)
+		d.journal = -1
 	}
 }

@@ -2,6 +2,7 @@ package rdmacm
 
 import (
 	"encoding/binary"
+	"slices"
 	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/cm"
@@ -372,9 +373,6 @@ func (m *machine) enterTimeWait(now time.Time, s *session, why error) {
 		s.port.leave(s)
 	}
 	m.timers.set(s, now.Add(m.timeWait))
-	for len(m.waiting) > 0 && m.waiting[0].state == gone {
-		m.waiting = m.waiting[1:]
-	}
 	m.waiting = append(m.waiting, s)
 	m.become(s, timeWait)
 }
@@ -392,6 +390,10 @@ func (m *machine) end(s *session, why error) {
 		s.port.leave(s)
 	}
 	m.become(s, gone)
+	// They do not end in order: one whose REJ is remembered waits for longer than others that follow.
+	if len(m.waiting) > 2*len(m.byLocal)+16 {
+		m.waiting = slices.DeleteFunc(m.waiting, func(x *session) bool { return x.state == gone })
+	}
 }
 
 func (m *machine) forgetQP(s *session) {

@@ -379,6 +379,35 @@ func TestBounds(t *testing.T) {
 	b.empty(t)
 }
 
+// A session that is remembered for long does not keep those that have ended since.
+func TestForgotten(t *testing.T) {
+	n, a, b := pair(t)
+	x := a.dial(t, n.now, b.n)
+	n.deliver(t)
+	y := b.take(b.port)
+	y.delayed = true
+	if err := b.reject(n.now, y, RejectConsumer, nil); err != nil {
+		t.Fatal(err)
+	}
+	n.deliver(t)
+	check(t, x, gone, RejectConsumer)
+	for range 10 {
+		var some []*session
+		for range 40 {
+			x, _ := open(t, n, a, b)
+			some = append(some, x)
+		}
+		for _, x := range some {
+			a.disconnect(n.now, x, ErrClosed)
+		}
+		n.pass(t, a.timeWait+time.Millisecond)
+	}
+	check(t, y, timeWait, RejectConsumer)
+	n.pass(t, time.Minute)
+	a.empty(t)
+	b.empty(t)
+}
+
 // Two hosts that dial each other over a network that loses, repeats and reorders: every connection is made, both ends
 // agree about it, and nothing is left.
 func TestLossy(t *testing.T) {

@@ -156,10 +156,8 @@ func (m *machine) receiveREQ(now time.Time, from guestdrv.GID, f *cm.Fields) {
 		m.refuse(from, f, RejectNoResources)
 		return
 	}
-	f.Private = bytes.Clone(f.Private) // it is part of the receive buffer
-	if s.header, err = decodeHeader(f.Private); err != nil {
-		panic(err) // it was valid above
-	}
+	h.rest, f.Private = bytes.Clone(h.rest), nil // they are parts of the receive buffer
+	s.header = h
 	s.state, s.peer, s.remoteID, s.haveRemote, s.peerQPN = reqReceived, from, f.LocalID, true, f.QPN
 	s.transaction, s.request, s.port = f.Transaction, *f, p
 	m.byRemote[remoteKey{from, s.remoteID}], m.byPeerQP[remoteKey{from, s.peerQPN}] = s, s

@@ -197,6 +197,9 @@ func (m *machine) invariants() string {
 	if len(m.byLocal) > m.most {
 		return fmt.Sprintf("%d sessions, at most %d", len(m.byLocal), m.most)
 	}
+	if n := len(m.waiting); n > 3*len(m.byLocal)+17 {
+		return fmt.Sprintf("%d sessions are remembered, %d exist", n, len(m.byLocal))
+	}
 	remote, qps, timers := 0, 0, 0
 	for id, s := range m.byLocal {
 		has := s.timer > 0

@@ -12,9 +12,11 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/signal"
+	"strconv"
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
@@ -70,7 +72,7 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	if o.peer != "" {
-		if p.conn, err = m.Dial(ctx, fmt.Sprintf("%s:%d", o.peer, o.port), p.params()); err != nil {
+		if p.conn, err = m.Dial(ctx, net.JoinHostPort(o.peer, strconv.Itoa(o.port)), p.params()); err != nil {
 			return err
 		}
 		defer p.conn.Close()

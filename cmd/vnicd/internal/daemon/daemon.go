@@ -83,7 +83,7 @@ type Daemon struct {
 
 	store systemd.Store  // keeps VMs' connections for the next vnicd
 	kept  vhostuser.Kept // connections of the previous vnicd
-	hcas  atomic.Int64   // VMs and applications, see cardKeeper
+	hcas  atomic.Int64   // VMs and applications, see netKeeper
 
 	cannotKeep error // why applications' connections cannot be kept; nil: they can, or there is no keeper
 
@@ -213,22 +213,22 @@ const (
 	appKeptAs = "app/"
 )
 
-// cardKeeper keeps connections of network devices, where there is room: the HCAs of all VMs come first, because they do
+// netKeeper keeps connections of network devices, where there is room: the HCAs of all VMs come first, because they do
 // not survive the end of theirs.
-type cardKeeper struct {
+type netKeeper struct {
 	vhostuser.Keeper
 	d *Daemon
 }
 
-func (d *Daemon) cardKeeper(k vhostuser.Keeper) vhostuser.Keeper {
+func (d *Daemon) netKeeper(k vhostuser.Keeper) vhostuser.Keeper {
 	if k == nil {
 		return nil
 	}
-	return cardKeeper{k, d}
+	return netKeeper{k, d}
 }
 
 // Keep implements vhostuser.Keeper.
-func (k cardKeeper) Keep(name string, fd int) error {
+func (k netKeeper) Keep(name string, fd int) error {
 	stored, most := k.d.store.Stored()
 	if hcas := int(k.d.hcas.Load()) * descriptorsOfHCA(len(k.d.loops)); stored+hcas >= most {
 		return fmt.Errorf("%d descriptors are stored, and the rest of %d is for HCAs", stored, most)

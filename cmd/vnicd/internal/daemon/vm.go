@@ -169,7 +169,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	// QEMU's generic device, which does not survive the end of its connection.
 	socket.Path = d.cfg.NetSocket(c)
 	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	socket.Keeper, socket.KeepAs, socket.Kept = d.cardKeeper(keeper), netKeptAs+c.Name, d.kept
+	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(keeper), netKeptAs+c.Name, d.kept
 	socket.Reconnects, socket.Blameless = true, d.blameless
 	if v.netSrv, err = v.listen(socket, v.net); err != nil {
 		return err

@@ -39,6 +39,9 @@ func (u *user) look(t *testing.T) {
 	t.Run("purge", func(t *testing.T) { testPurge(u, t) })
 }
 
+// ringsOfVM is the number of the rings of a VM's network card and, with one engine, of its HCA.
+const ringsOfVM = 2 + 4
+
 // property returns a property of the service.
 func (u *user) property(t *testing.T, name string) string {
 	t.Helper()
@@ -182,6 +185,8 @@ func testServiceRestart(u *user, t *testing.T) {
 	if before < 4*len(u.vms) {
 		t.Errorf("systemd keeps %d descriptors of %d VMs", before, len(u.vms))
 	}
+	// While QEMU exchanges call eventfds, each ring keeps its last one, too; the next daemon does not.
+	spares := ringsOfVM * len(u.vms)
 	for _, how := range []string{"sudo systemctl restart vnicd", "sudo systemctl kill -s KILL vnicd && sleep 0.3"} {
 		u.run(t, how)
 		eventually(u.ctx, t, "another daemon after "+how, func() bool {
@@ -189,9 +194,11 @@ func testServiceRestart(u *user, t *testing.T) {
 		})
 		pid = u.property(t, "MainPID")
 		u.programs(t)
-		if now := kept(); now != before {
-			t.Errorf("systemd keeps %d descriptors, %d before", now, before)
+		now := kept()
+		if now > before || now < before-spares {
+			t.Errorf("systemd keeps %d descriptors, %d before, want at most %d less", now, before, spares)
 		}
+		before, spares = now, 0
 	}
 	testUpgrade(u, t)
 	if now := kept(); now != before {

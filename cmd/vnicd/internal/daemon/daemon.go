@@ -236,8 +236,9 @@ func (k netKeeper) Keep(name string, fd int) error {
 	return k.Keeper.Keep(name, fd)
 }
 
-// descriptorsOfHCA bounds the descriptors that are kept of a VM's HCA.
-func descriptorsOfHCA(engines int) int { return 20 + 5*engines }
+// descriptorsOfHCA is what is usually kept of a VM's HCA: of each ring four eventfds (kick, error, and the last two for
+// calls), its connection's socket, channel, pipe and state, its journal, and up to four files of memory.
+func descriptorsOfHCA(engines int) int { return 4*abi.NumQueues(engines, engines) + 9 }
 
 func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,19 +49,29 @@ SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser .
 # The race detector has nothing to watch where everything happens on one goroutine, which lint checks.
 SINGLE = device/rdma/(roce|roce/recovery|wire|record)
 
+# These run their tests in several passes (device/testutil/ways): all without the race detector, the first with it.
+PASSES = ./device/rdma/hca ./guestdrv
+
 test-unit: deps ## unit tests with the race detector
 	@packages=$$($(GO) list ./... | grep -vE '/(integration|$(SINGLE))$$') && \
 	single=$$($(GO) list ./device/... | grep -E '/$(SINGLE)$$') && set -x && \
-	{ $(GO) test -vet=off -timeout 15m $$single & $(GO) test -race -vet=off -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
+	{ $(GO) test -p 1 -vet=off -timeout 15m $(PASSES) $$single & \
+	VNICD_WAYS=passes=1 $(GO) test -race -vet=off -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
 	wait $$! && exit $$raced; }
 
-test-whole: test-whole-messages test-whole-crash ## unit tests of which `make test-unit` runs a sample, as a whole
+# Unit tests of which `make test-unit` runs a sample, as a whole.
+WHOLE = messages crash passes
+
+test-whole: $(WHOLE:%=test-whole-%) ## unit tests of which `make test-unit` runs a sample, as a whole
 
 test-whole-messages: deps
 	$(GO) test -race -count=1 -timeout 30m -v -run '^TestMessagesOutliveKills$$' ./device/virtio/vhostuser -args -every-kill
 
 test-whole-crash: deps
 	$(GO) test -count=1 -timeout 60m -run '^TestCrash' ./device/rdma/hca -args -every-crash
+
+test-whole-passes: deps
+	$(GO) test -race -count=1 -timeout 60m $(PASSES)
 
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)

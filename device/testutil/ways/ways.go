@@ -3,9 +3,10 @@
 // forces settings:
 //
 //	VNICD_WAYS="engines=2 spin=1ms local-copy=false segmentation=false ecn=false short-path=true selective-repeat=false
-//	            journal=true"
+//	            journal=true passes=1"
 //
-// Settings not named keep their defaults. `make test-ways` runs a set in which every pair of settings occurs.
+// Settings not named keep their defaults; passes bounds how often Tests runs the tests. `make test-ways` runs a set in
+// which every pair of settings occurs.
 package ways
 
 import (
@@ -28,6 +29,7 @@ type settings struct {
 	local, segmentation, ecn *bool
 	short, selective         *bool
 	journal                  *bool
+	passes                   *int
 }
 
 var forced = must(parse(os.Getenv(Env)))
@@ -62,6 +64,11 @@ func parse(text string) (s settings, err error) {
 			s.selective, err = take(strconv.ParseBool(value))
 		case "journal":
 			s.journal, err = take(strconv.ParseBool(value))
+		case "passes":
+			s.passes, err = take(strconv.Atoi(value))
+			if err == nil && *s.passes < 1 {
+				err = fmt.Errorf("%q is not a number of passes", value)
+			}
 		default:
 			err = fmt.Errorf("no setting %q", key)
 		}
@@ -149,26 +156,39 @@ type Tests struct {
 	Journal *bool // whether they keep a journal; nil: they cannot
 }
 
-// Run runs the tests and returns the exit status of the worse run.
+// Run runs the tests and returns the exit status of the worst run.
 func (t Tests) Run() int {
 	*t.Local = or(forced.local, *t.Local)
 	if t.Journal != nil {
 		*t.Journal = or(forced.journal, *t.Journal)
 	}
 	code := t.M.Run()
+	for _, again := range t.more() {
+		fmt.Println("running again with", again.with)
+		*again.setting = true
+		code = max(code, t.M.Run())
+	}
+	return code
+}
+
+// pass is one more run of the tests, with one more setting on.
+type pass struct {
+	with    string
+	setting *bool
+}
+
+// more returns the runs that follow the first.
+func (t Tests) more() []pass {
 	once := forced.local != nil
 	for _, f := range []string{"test.bench", "test.fuzz"} {
 		once = once || flag.Lookup(f).Value.String() != ""
 	}
 	if once {
-		return code
+		return nil
 	}
-	fmt.Println("running again with the local path")
-	*t.Local = true
-	if code = max(code, t.M.Run()); t.Journal == nil || forced.journal != nil {
-		return code
+	passes := []pass{{"the local path", t.Local}}
+	if t.Journal != nil && forced.journal == nil {
+		passes = append(passes, pass{"journals", t.Journal})
 	}
-	fmt.Println("running again with journals")
-	*t.Journal = true
-	return max(code, t.M.Run())
+	return passes[:min(len(passes), or(forced.passes, len(passes)+1)-1)]
 }

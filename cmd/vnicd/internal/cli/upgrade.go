@@ -25,6 +25,7 @@ type upgraded struct {
 	To      string                 `json:"to"`
 	Silence float64                `json:"silence_seconds"` // of the control socket
 	HCAs    daemon.ContinuedStatus `json:"continued"`
+	Waiting int                    `json:"waiting"` // HCAs and network cards that go on when the host has memory for them
 }
 
 func (a *app) upgradeCmd() *cobra.Command {
@@ -64,6 +65,9 @@ configuration has another control socket now, name that of the running daemon by
 				time.Duration(r.Silence*float64(time.Second)).Round(time.Millisecond))
 			fmt.Fprintf(a.out, "HCAs that go on: %d, stood still for at most %v\n", r.HCAs.HCAs,
 				time.Duration(r.HCAs.Silence*float64(time.Second)).Round(time.Millisecond))
+			if r.Waiting > 0 {
+				fmt.Fprintf(a.out, "devices that go on later: %d; they wait for memory of the host, see `vnicd status`\n", r.Waiting)
+			}
 			if n := r.HCAs.Lost; n > 0 {
 				fmt.Fprintf(a.out, "HCAs that did not go on: %d; the log says why\n", n)
 			}
@@ -107,7 +111,26 @@ func (u *upgrade) run(ctx context.Context) (*upgraded, error) {
 	return u.bySystemd(ctx)
 }
 
-// follow waits until done, and then for the daemon's answer. silence is the longest time without one.
+// shortLong is how long a VM waits for memory before an upgrade ends without its devices.
+const shortLong = 5 * time.Second
+
+// waiting returns the number of HCAs and network cards, of two for each VM, that cannot be resumed because their VMs
+// have waited for memory of the host for long. The previous program could not resume them either.
+func waiting(s *daemon.Status) (n int) {
+	for i := range s.VMs {
+		devices := 2
+		if s.VMs[i].IsApplication() {
+			devices = 1
+		}
+		if m := &s.VMs[i].Memory; m.ShortFor >= shortLong {
+			n += min(m.Short, devices)
+		}
+	}
+	return min(n, s.Continued.Pending)
+}
+
+// follow waits until done, and then for the daemon's answer when it has resumed all devices but those that wait for
+// memory. silence is the longest time without an answer.
 func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *daemon.Status, silence time.Duration,
 	err error) {
 	over := false
@@ -125,7 +148,7 @@ func (u *upgrade) follow(ctx context.Context, done func() (bool, error)) (now *d
 			continue
 		}
 		silence, last = max(silence, time.Since(last)), time.Now()
-		if over && now.Continued.Pending == 0 {
+		if over && waiting(now) == now.Continued.Pending {
 			return now, silence, nil
 		}
 	}
@@ -195,7 +218,11 @@ func (u *upgrade) byKeeper(ctx context.Context, was *daemon.Status) (*upgraded, 
 	case after.Failure != "":
 		return nil, fmt.Errorf("the new program does not come up, the previous one runs again: %s", after.Failure)
 	}
-	return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued}, nil
+	return result(was, now, silence), nil
+}
+
+func result(was, now *daemon.Status, silence time.Duration) *upgraded {
+	return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued, waiting(now)}
 }
 
 // Under systemd, the program that ran is copied to previousDir before the unit is restarted. A drop-in of the unit
@@ -248,7 +275,7 @@ func (u *upgrade) bySystemd(ctx context.Context) (*upgraded, error) {
 		}
 	})
 	if err == nil {
-		return &upgraded{was.Version, now.Version, silence.Seconds(), now.Continued}, nil
+		return result(was, now, silence), nil
 	}
 	if back := u.goBack(ctx, command); back != nil {
 		return nil, fmt.Errorf("%w; going back to the previous program: %w", err, back)

@@ -3,7 +3,10 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
+	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -18,6 +21,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 )
 
 // keptDaemon is `vnicd run --keep` as an installed program.
@@ -293,6 +297,59 @@ func TestKillKept(t *testing.T) {
 	}
 	if err := end(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestUpgradeWithoutMemory: an upgrade ends when all devices are resumed but those of VMs that have waited long for
+// memory of the host; one that is not resumed for another reason is no success (HF-2).
+func TestUpgradeWithoutMemory(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "control")
+	ln, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var answer atomic.Pointer[daemon.Status]
+	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_ = json.NewEncoder(w).Encode(answer.Load())
+	})}
+	defer srv.Close()
+	go func() { _ = srv.Serve(ln) }()
+	vm := func(short int, since time.Duration) daemon.VMStatus {
+		return daemon.VMStatus{NetSocket: "net", Memory: hostdriver.Status{Short: short, ShortFor: since}}
+	}
+	application := vm(2, time.Hour)
+	application.NetSocket = ""
+	for _, x := range []struct {
+		pending int
+		vms     []daemon.VMStatus
+		ends    bool
+		waiting int
+	}{
+		{0, []daemon.VMStatus{vm(0, 0)}, true, 0},
+		{0, []daemon.VMStatus{vm(1, time.Minute)}, true, 0}, // resumed, and waits now
+		{1, []daemon.VMStatus{vm(0, 0)}, false, 0},
+		{1, []daemon.VMStatus{vm(3, time.Second), vm(0, 0)}, false, 0},
+		{1, []daemon.VMStatus{vm(3, shortLong), vm(0, 0)}, true, 1},
+		{2, []daemon.VMStatus{vm(1, shortLong), vm(0, 0)}, false, 0}, // one of its devices waits
+		{2, []daemon.VMStatus{vm(3, shortLong), vm(0, 0)}, true, 2},
+		{3, []daemon.VMStatus{vm(3, shortLong), vm(0, 0)}, false, 0},
+		{3, []daemon.VMStatus{vm(3, shortLong), vm(1, time.Hour)}, true, 3},
+		{2, []daemon.VMStatus{application}, false, 0},
+	} {
+		answer.Store(&daemon.Status{Continued: daemon.ContinuedStatus{Pending: x.pending}, VMs: x.vms})
+		client := daemon.NewClient(socket)
+		u := &upgrade{client: client, next: client, limit: time.Hour}
+		if !x.ends {
+			u.limit = 100 * time.Millisecond
+		}
+		now, silence, err := u.follow(t.Context(), func() (bool, error) { return true, nil })
+		if (err == nil) != x.ends {
+			t.Errorf("%+v: %v", x, err)
+		} else if x.ends {
+			if r := result(&daemon.Status{}, now, silence); r.Waiting != x.waiting {
+				t.Errorf("%+v: %d devices wait", x, r.Waiting)
+			}
+		}
 	}
 }
 

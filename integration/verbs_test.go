@@ -58,6 +58,10 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 		{"rdma resource show qp link " + d + "/1", `type RC state RTS.*comm ibv_srq_pingpon`},
 		{"rdma resource show cq dev " + d, `cqe \d+.*comm ibv_srq_pingpon`},
 		{"rdma resource show mr dev " + d, `mrlen \d+.*comm ibv_srq_pingpon`},
+		{"rdma -dd resource show cq dev " + d, `drv_cqn \d+ .*drv_armed \d+`},
+		{"rdma -dd resource show qp link " + d + "/1", `(?s)type RC .*drv_engine 0 .*drv_sq_max_wr \d+ .*drv_srqn \d+`},
+		{"rdma -dd resource show qp link " + d + "/1", `(?s)type GSI .*drv_sq_outstanding \d+ .*drv_rq_outstanding [1-9]`},
+		{"rdma -dd resource show mr dev " + d, `drv_kind pinned .*drv_handle 0x`},
 		{"rdma resource show pd dev " + d, `pdn \d+.*comm ibv_srq_pingpon`},
 		// iproute2 6.1 prints the queue pairs in place of the name
 		{"rdma resource show srq dev " + d, `type BASIC.*pid \d+ comm`},

@@ -596,6 +596,11 @@ int vnicd_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata);
 struct vnicd_qp *vnicd_qp_get(struct vnicd_dev *vd, u32 qpn);
 void vnicd_qp_put(struct vnicd_qp *qp);
 
+/* vnicd_restrack.c */
+int vnicd_fill_res_cq_entry(struct sk_buff *msg, struct ib_cq *ibcq);
+int vnicd_fill_res_mr_entry(struct sk_buff *msg, struct ib_mr *ibmr);
+int vnicd_fill_res_qp_entry(struct sk_buff *msg, struct ib_qp *ibqp);
+
 /* vnicd_flush.c */
 void vnicd_flush_processes(struct vnicd_dev *vd);
 

@@ -7,11 +7,27 @@ import (
 	"sync"
 	"testing"
 
+	"go.uber.org/goleak"
+
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/guestdrv/internal/rig"
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 )
 
 const port = 7471
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// end is an application with its connection manager.
+type end struct {
+	*rdmacm.Manager
+	h *rig.Host
+}
+
+func open(tb testing.TB, r *rig.Network, i int, cfg rdmacm.Config) *end {
+	tb.Helper()
+	return &end{r.Manager(tb, i, cfg), r.Hosts[i]}
+}
 
 // listen opens the port of an end.
 func (e *end) listen(tb testing.TB, backlog int) *rdmacm.Listener {
@@ -42,7 +58,7 @@ func (e *end) dial(ctx context.Context, to string, p rdmacm.Params) <-chan diale
 // connect connects a to b's port.
 func connect(tb testing.TB, a, b *end, l *rdmacm.Listener, pa, pb rdmacm.Params) (ca, cb *rdmacm.Conn) {
 	tb.Helper()
-	ctx := ctxFor(tb)
+	ctx := rig.Context(tb)
 	d := a.dial(ctx, l.Addr().String(), pa)
 	r, err := l.Accept(ctx)
 	if err != nil {
@@ -62,7 +78,7 @@ func connect(tb testing.TB, a, b *end, l *rdmacm.Listener, pa, pb rdmacm.Params)
 func poll(tb testing.TB, cq *guestdrv.CQ) guestdrv.Completion {
 	tb.Helper()
 	wcs := make([]guestdrv.Completion, 1)
-	if _, err := cq.PollWait(ctxFor(tb), wcs); err != nil {
+	if _, err := cq.PollWait(rig.Context(tb), wcs); err != nil {
 		tb.Fatal(err)
 	}
 	return wcs[0]
@@ -75,7 +91,7 @@ func (e *end) memory(tb testing.TB, access guestdrv.Access) (*guestdrv.Buffer, *
 	if err != nil {
 		tb.Fatal(err)
 	}
-	mr, err := e.PD().Register(ctxFor(tb), b, access)
+	mr, err := e.PD().Register(rig.Context(tb), b, access)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -93,8 +109,8 @@ func (e *end) memory(tb testing.TB, access guestdrv.Access) (*guestdrv.Buffer, *
 // Two applications connect, learn each other's private data and parameters, exchange messages and disconnect. Both
 // devices have observed the connection, with its tuple (PF-4, MT-10; MT-3 to MT-5).
 func TestConnection(t *testing.T) {
-	r := newRig(t, 2)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
+	r := rig.New(t, 2)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
 	out, omr := a.memory(t, guestdrv.AccessLocalWrite)
 	in, imr := b.memory(t, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteWrite)
@@ -116,7 +132,7 @@ func TestConnection(t *testing.T) {
 		c                *rdmacm.Conn
 		depth, responder uint8
 	}{{ca, 2, 0}, {cb, 0, 2}} {
-		attr, err := x.c.QP().Query(ctxFor(t))
+		attr, err := x.c.QP().Query(rig.Context(t))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -131,8 +147,8 @@ func TestConnection(t *testing.T) {
 		c    *rdmacm.Conn
 		role string
 	}{{a, ca, "active"}, {b, cb, "passive"}} {
-		until(t, "the device has seen the connection", func() bool {
-			for _, c := range x.e.h.hca.Connections() {
+		rig.Until(t, "the device has seen the connection", func() bool {
+			for _, c := range x.e.h.HCA.Connections() {
 				if c.LocalQPN == x.c.QP().Number() && c.State == "established" && c.Role == x.role && c.Tuple != nil &&
 					c.Tuple.VNI == 7 && c.Service == "tcp 7471" {
 					return true
@@ -168,7 +184,7 @@ func TestConnection(t *testing.T) {
 	if ca.Err() != nil || cb.Err() != nil {
 		t.Errorf("errors of an open connection: %v, %v", ca.Err(), cb.Err())
 	}
-	if err := ca.Disconnect(ctxFor(t)); err != nil {
+	if err := ca.Disconnect(rig.Context(t)); err != nil {
 		t.Fatal(err)
 	}
 	<-cb.Done()
@@ -186,11 +202,11 @@ func TestConnection(t *testing.T) {
 		}
 	}
 	for _, e := range []*end{a, b} {
-		until(t, "nothing is left", func() bool { return e.Connections() == 0 })
+		rig.Until(t, "nothing is left", func() bool { return e.Connections() == 0 })
 		if n := e.Counters(); n.Malformed+n.Refused+n.Unsent != 0 {
 			t.Errorf("%+v", n)
 		}
-		if d := e.h.hca.Drops(); d["cm-peer"]+d["cm-message"]+d["cm-gid"]+d["cm-mac"] != 0 {
+		if d := e.h.HCA.Drops(); d["cm-peer"]+d["cm-message"]+d["cm-gid"]+d["cm-mac"] != 0 {
 			t.Errorf("drops %v", d)
 		}
 	}
@@ -198,9 +214,9 @@ func TestConnection(t *testing.T) {
 
 // Rejections have their reasons, for errors.Is, and private data.
 func TestRejections(t *testing.T) {
-	r := newRig(t, 2)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
-	ctx := ctxFor(t)
+	r := rig.New(t, 2)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
+	ctx := rig.Context(t)
 	if _, err := a.Dial(ctx, "10.0.0.2:7471", rdmacm.Params{}); !errors.Is(err, rdmacm.RejectServiceID) {
 		t.Errorf("nobody listens: %v", err)
 	}
@@ -230,7 +246,7 @@ func TestRejections(t *testing.T) {
 	for range 2 {
 		waiting = append(waiting, a.dial(ctx, l.Addr().String(), rdmacm.Params{}))
 	}
-	until(t, "the backlog is full", func() bool { return b.Connections() == 2+1 }) // the rejected one is remembered
+	rig.Until(t, "the backlog is full", func() bool { return b.Connections() == 2+1 }) // the rejected one is remembered
 	if _, err := a.Dial(ctx, l.Addr().String(), rdmacm.Params{}); !errors.Is(err, rdmacm.RejectNoResources) {
 		t.Errorf("backlog full: %v", err)
 	}
@@ -272,12 +288,12 @@ func TestRejections(t *testing.T) {
 
 // A context that ends while Dial or Accept waits: the peer is told, and everything is released.
 func TestCancelled(t *testing.T) {
-	r := newRig(t, 2)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
+	r := rig.New(t, 2)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
-	ctx, cancel := context.WithCancel(ctxFor(t))
+	ctx, cancel := context.WithCancel(rig.Context(t))
 	d := a.dial(ctx, l.Addr().String(), rdmacm.Params{})
-	req, err := l.Accept(ctxFor(t))
+	req, err := l.Accept(rig.Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -285,15 +301,15 @@ func TestCancelled(t *testing.T) {
 	if x := <-d; !errors.Is(x.err, context.Canceled) {
 		t.Errorf("Dial: %v", x.err)
 	}
-	until(t, "the other end knows", func() bool { return b.Connections() == 0 })
-	if _, err := req.Accept(ctxFor(t), rdmacm.Params{}); !errors.Is(err, rdmacm.RejectTimeout) {
+	rig.Until(t, "the other end knows", func() bool { return b.Connections() == 0 })
+	if _, err := req.Accept(rig.Context(t), rdmacm.Params{}); !errors.Is(err, rdmacm.RejectTimeout) {
 		t.Errorf("Accept of a request that is gone: %v", err)
 	}
 	if _, err := l.Accept(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("Accept: %v", err)
 	}
 	// Nobody has the address.
-	ctx, cancel = context.WithCancel(ctxFor(t))
+	ctx, cancel = context.WithCancel(rig.Context(t))
 	d = a.dial(ctx, "10.0.0.99:7471", rdmacm.Params{})
 	cancel()
 	if x := <-d; !errors.Is(x.err, context.Canceled) {
@@ -303,13 +319,13 @@ func TestCancelled(t *testing.T) {
 
 // Close interrupts calls that wait, and releases everything: a new manager can start at once.
 func TestClose(t *testing.T) {
-	r := newRig(t, 2)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
+	r := rig.New(t, 2)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
 	ca, cb := connect(t, a, b, l, rdmacm.Params{}, rdmacm.Params{})
-	d := a.dial(ctxFor(t), l.Addr().String(), rdmacm.Params{})
-	until(t, "the request has arrived", func() bool { return b.Connections() == 2 })
-	lost := a.dial(ctxFor(t), "10.0.0.99:7471", rdmacm.Params{})
+	d := a.dial(rig.Context(t), l.Addr().String(), rdmacm.Params{})
+	rig.Until(t, "the request has arrived", func() bool { return b.Connections() == 2 })
+	lost := a.dial(rig.Context(t), "10.0.0.99:7471", rdmacm.Params{})
 	accepting := make(chan error, 1)
 	la := a.listen(t, 0)
 	go func() {
@@ -332,27 +348,27 @@ func TestClose(t *testing.T) {
 	if !errors.Is(cb.Err(), rdmacm.ErrPeerDisconnected) || !errors.Is(ca.Err(), rdmacm.ErrClosed) {
 		t.Errorf("%v, %v", ca.Err(), cb.Err())
 	}
-	if _, err := a.Dial(ctxFor(t), l.Addr().String(), rdmacm.Params{}); !errors.Is(err, rdmacm.ErrClosed) {
+	if _, err := a.Dial(rig.Context(t), l.Addr().String(), rdmacm.Params{}); !errors.Is(err, rdmacm.ErrClosed) {
 		t.Errorf("Dial after Close: %v", err)
 	}
 	if _, err := a.Listen(1, rdmacm.ListenConfig{}); !errors.Is(err, rdmacm.ErrClosed) {
 		t.Errorf("Listen after Close: %v", err)
 	}
-	if o := a.objects(); o != (objects{}) {
+	if o := a.h.Objects(); o != (rig.Objects{}) {
 		t.Errorf("left: %+v", o)
 	}
-	again, err := rdmacm.New(ctxFor(t), a.Device(), rdmacm.Config{Address: a.Addr()})
+	again, err := rdmacm.New(rig.Context(t), a.Device(), rdmacm.Config{Address: a.Addr()})
 	if err != nil {
 		t.Fatal(err)
 	}
 	a.Manager = again
 	defer again.Close()
-	d = a.dial(ctxFor(t), l.Addr().String(), rdmacm.Params{})
-	req, err := l.Accept(ctxFor(t))
+	d = a.dial(rig.Context(t), l.Addr().String(), rdmacm.Params{})
+	req, err := l.Accept(rig.Context(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := req.Accept(ctxFor(t), rdmacm.Params{}); err != nil {
+	if _, err := req.Accept(rig.Context(t), rdmacm.Params{}); err != nil {
 		t.Fatal(err)
 	}
 	if x := <-d; x.err != nil {
@@ -368,37 +384,37 @@ func TestPeerGone(t *testing.T) {
 		run  func(t *testing.T, a, b *end, l *rdmacm.Listener)
 	}{
 		{"before its REP", func(t *testing.T, a, b *end, l *rdmacm.Listener) {
-			d := a.dial(ctxFor(t), l.Addr().String(), rdmacm.Params{})
-			if _, err := l.Accept(ctxFor(t)); err != nil {
+			d := a.dial(rig.Context(t), l.Addr().String(), rdmacm.Params{})
+			if _, err := l.Accept(rig.Context(t)); err != nil {
 				t.Fatal(err)
 			}
-			b.die()
+			b.h.Kill()
 			if x := <-d; !errors.Is(x.err, rdmacm.ErrTimeout) {
 				t.Errorf("Dial: %v", x.err)
 			}
 		}},
 		{"before its RTU", func(t *testing.T, a, b *end, l *rdmacm.Listener) {
 			la := a.listen(t, 0)
-			b.dial(ctxFor(t), la.Addr().String(), rdmacm.Params{})
-			req, err := la.Accept(ctxFor(t))
+			b.dial(rig.Context(t), la.Addr().String(), rdmacm.Params{})
+			req, err := la.Accept(rig.Context(t))
 			if err != nil {
 				t.Fatal(err)
 			}
-			b.die()
-			if _, err := req.Accept(ctxFor(t), rdmacm.Params{}); !errors.Is(err, rdmacm.ErrTimeout) {
+			b.h.Kill()
+			if _, err := req.Accept(rig.Context(t), rdmacm.Params{}); !errors.Is(err, rdmacm.ErrTimeout) {
 				t.Errorf("Accept: %v", err)
 			}
 		}},
 		{"in the backlog", func(t *testing.T, a, b *end, l *rdmacm.Listener) {
 			la := a.listen(t, 0)
-			b.dial(ctxFor(t), la.Addr().String(), rdmacm.Params{})
-			until(t, "the request has arrived", func() bool { return a.Connections() == 1 })
-			b.die()
+			b.dial(rig.Context(t), la.Addr().String(), rdmacm.Params{})
+			rig.Until(t, "the request has arrived", func() bool { return a.Connections() == 1 })
+			b.h.Kill()
 		}},
 		{"connected", func(t *testing.T, a, b *end, l *rdmacm.Listener) {
 			c, _ := connect(t, a, b, l, rdmacm.Params{}, rdmacm.Params{})
-			b.die()
-			if err := c.Disconnect(ctxFor(t)); err != nil {
+			b.h.Kill()
+			if err := c.Disconnect(rig.Context(t)); err != nil {
 				t.Errorf("Disconnect: %v", err)
 			}
 			if err := c.Close(); err != nil {
@@ -407,45 +423,39 @@ func TestPeerGone(t *testing.T) {
 		}},
 		{"connected, closed at once", func(t *testing.T, a, b *end, l *rdmacm.Listener) {
 			c, _ := connect(t, a, b, l, rdmacm.Params{}, rdmacm.Params{})
-			b.die()
+			b.h.Kill()
 			if err := c.Close(); err != nil {
 				t.Errorf("Close: %v", err)
 			}
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			r := newRig(t, 2)
-			a, b := r.open(t, 0, fast), r.open(t, 1, fast)
-			before := a.objects()
+			r := rig.New(t, 2)
+			a, b := open(t, r, 0, fast), open(t, r, 1, fast)
+			before := a.h.Objects()
 			tc.run(t, a, b, b.listen(t, 0))
-			until(t, "nothing is left", func() bool { return a.Connections() == 0 && a.objects() == before })
+			rig.Until(t, "nothing is left", func() bool { return a.Connections() == 0 && a.h.Objects() == before })
 		})
 	}
 }
 
-// die ends the end, as far as its peers can tell: nothing reaches it any more, and nothing comes from it.
-func (e *end) die() {
-	e.h.hca.SetPort(nil)
-	e.h.port.SetHCA(nil)
-}
-
 // A thousand connections opened and closed, many at once, leave nothing behind.
 func TestThousand(t *testing.T) {
-	r := newRig(t, 2)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
+	r := rig.New(t, 2)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
-	before := []objects{a.objects(), b.objects()}
+	before := []rig.Objects{a.h.Objects(), b.h.Objects()}
 	const workers, each = 8, 125
 	var wg sync.WaitGroup
 	for range workers {
 		wg.Go(func() {
 			for range each {
-				req, err := l.Accept(ctxFor(t))
+				req, err := l.Accept(rig.Context(t))
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				c, err := req.Accept(ctxFor(t), rdmacm.Params{})
+				c, err := req.Accept(rig.Context(t), rdmacm.Params{})
 				if err != nil {
 					t.Error(err)
 					return
@@ -458,12 +468,12 @@ func TestThousand(t *testing.T) {
 		})
 		wg.Go(func() {
 			for range each {
-				c, err := a.Dial(ctxFor(t), l.Addr().String(), rdmacm.Params{})
+				c, err := a.Dial(rig.Context(t), l.Addr().String(), rdmacm.Params{})
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				if err := c.Disconnect(ctxFor(t)); err != nil {
+				if err := c.Disconnect(rig.Context(t)); err != nil {
 					t.Error(err)
 				}
 				if err := c.Close(); err != nil {
@@ -474,17 +484,9 @@ func TestThousand(t *testing.T) {
 	}
 	wg.Wait()
 	for i, e := range []*end{a, b} {
-		until(t, "nothing is left", func() bool { return e.Connections() == 0 })
-		if o := e.objects(); o != before[i] {
+		rig.Until(t, "nothing is left", func() bool { return e.Connections() == 0 })
+		if o := e.h.Objects(); o != before[i] {
 			t.Errorf("objects %+v, before %+v", o, before[i])
 		}
 	}
-}
-
-// objects are the numbers of objects in a device.
-type objects struct{ pds, cqs, mrs, qps int }
-
-func (e *end) objects() objects {
-	s := e.h.hca.Describe()
-	return objects{s.PDs, s.CQs, s.MRs, len(s.QPs)}
 }

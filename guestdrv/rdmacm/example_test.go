@@ -6,11 +6,10 @@ import (
 	"fmt"
 	"log"
 	"net/netip"
-	"os"
-	"testing"
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/guestdrv/internal/rig"
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 )
 
@@ -19,7 +18,7 @@ func Example() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	// Programs have fixed paths: "/run/vnicd/app1.hca" for the application named app1 in vnicd.yaml.
-	sockets, stop := startApplications(2)
+	sockets, stop := rig.Applications(2)
 	defer stop()
 
 	server, err := openManager(ctx, sockets[0], "10.0.0.1")
@@ -129,46 +128,4 @@ func openManager(ctx context.Context, socket, address string) (*rdmacm.Manager, 
 		return nil, err
 	}
 	return m, nil
-}
-
-// startApplications takes the place of vnicd in an Example: it starts a network with n applications and returns the
-// paths of their sockets.
-func startApplications(n int) (sockets []string, stop func()) {
-	tb := &exampleTB{}
-	for _, h := range newRig(tb, n).hosts {
-		sockets = append(sockets, h.path)
-	}
-	return sockets, tb.cleanup
-}
-
-// exampleTB is the testing.TB of a rig in an Example, which has none. Errors are printed: they are not part of the
-// expected output, so the Example fails.
-type exampleTB struct {
-	testing.TB // nil: rigs call only the methods below
-	cleanups   []func()
-}
-
-func (t *exampleTB) Helper()                   {}
-func (t *exampleTB) Error(args ...any)         { fmt.Println(args...) }
-func (t *exampleTB) Errorf(f string, a ...any) { fmt.Printf(f+"\n", a...) }
-func (t *exampleTB) Fatal(args ...any)         { panic(fmt.Sprint(args...)) }
-func (t *exampleTB) Cleanup(f func())          { t.cleanups = append(t.cleanups, f) }
-
-func (t *exampleTB) TempDir() string {
-	dir, err := os.MkdirTemp("", "rdmacm")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
-	})
-	return dir
-}
-
-func (t *exampleTB) cleanup() {
-	for i := len(t.cleanups) - 1; i >= 0; i-- {
-		t.cleanups[i]()
-	}
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/rdma/cm"
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/guestdrv/internal/rig"
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 )
 
@@ -19,7 +20,7 @@ type liar struct {
 	gid guestdrv.GID
 }
 
-func (r *rig) liar(tb testing.TB, i int) *liar {
+func newLiar(tb testing.TB, r *rig.Network, i int) *liar {
 	tb.Helper()
 	must := func(err error) {
 		tb.Helper()
@@ -27,10 +28,10 @@ func (r *rig) liar(tb testing.TB, i int) *liar {
 			tb.Fatal(err)
 		}
 	}
-	ctx := ctxFor(tb)
-	x := &liar{gid: guestdrv.IPGID(r.hosts[i].addr)}
+	ctx := rig.Context(tb)
+	x := &liar{gid: guestdrv.IPGID(r.Hosts[i].Addr)}
 	var err error
-	x.dev, err = guestdrv.Open(ctx, r.hosts[i].path, guestdrv.Config{})
+	x.dev, err = guestdrv.Open(ctx, r.Hosts[i].Path, guestdrv.Config{})
 	must(err)
 	tb.Cleanup(func() {
 		if err := x.dev.Close(); err != nil {
@@ -57,7 +58,7 @@ const gsiQKey = 0x80010000
 // send sends a datagram to an application's queue pair 1.
 func (x *liar) send(tb testing.TB, to *end, mad []byte) {
 	tb.Helper()
-	path, err := x.dev.Resolve(ctxFor(tb), guestdrv.IPGID(to.Addr()), 0)
+	path, err := x.dev.Resolve(rig.Context(tb), guestdrv.IPGID(to.Addr()), 0)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -79,22 +80,22 @@ func (x *liar) send(tb testing.TB, to *end, mad []byte) {
 // Messages of another application about a connection, with all numbers right, do not end it: the device or the manager
 // drops and counts them (MT-4). Requests that claim what is not so are rejected.
 func TestForged(t *testing.T) {
-	r := newRig(t, 3)
-	a, b := r.open(t, 0, rdmacm.Config{}), r.open(t, 1, rdmacm.Config{})
+	r := rig.New(t, 3)
+	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
 	ca, cb := connect(t, a, b, l, rdmacm.Params{}, rdmacm.Params{})
-	x := r.liar(t, 2)
+	x := newLiar(t, r, 2)
 	var open cm.Fields
-	for _, c := range b.h.hca.Connections() {
+	for _, c := range b.h.HCA.Connections() {
 		if c.LocalQPN == cb.QP().Number() {
 			open = cm.Fields{LocalID: c.RemoteID, RemoteID: c.LocalID, QPN: c.LocalQPN}
 		}
 	}
 	if open.RemoteID == 0 {
-		t.Fatalf("the connection is missing in %+v", b.h.hca.Connections())
+		t.Fatalf("the connection is missing in %+v", b.h.HCA.Connections())
 	}
 	dropped := func() (n uint64) {
-		for _, d := range b.h.hca.Drops() {
+		for _, d := range b.h.HCA.Drops() {
 			n += d
 		}
 		c := b.Counters()
@@ -109,7 +110,7 @@ func TestForged(t *testing.T) {
 		}
 		before := dropped()
 		x.send(t, b, mad)
-		until(t, "the forged message is counted", func() bool { return dropped() > before })
+		rig.Until(t, "the forged message is counted", func() bool { return dropped() > before })
 		if cb.Err() != nil {
 			t.Fatalf("%v: the connection has ended: %v", k, cb.Err())
 		}
@@ -122,7 +123,7 @@ func TestForged(t *testing.T) {
 	for name, mad := range map[string][]byte{"short": class[:64], "class": class, "SIDR": sidr} {
 		before := dropped()
 		x.send(t, b, mad)
-		until(t, name+" is counted", func() bool { return dropped() > before })
+		rig.Until(t, name+" is counted", func() bool { return dropped() > before })
 	}
 	// A request whose IP header names another source. The device admits it, because its path is right.
 	private := make([]byte, 36)
@@ -136,12 +137,12 @@ func TestForged(t *testing.T) {
 	}
 	before := b.Counters().Received
 	x.send(t, b, mad)
-	until(t, "the request has arrived", func() bool { return b.Counters().Received > before })
+	rig.Until(t, "the request has arrived", func() bool { return b.Counters().Received > before })
 	if n := b.Connections(); n != 1 {
 		t.Errorf("%d connections, want that of before", n)
 	}
 	// The connection works, and its own end is obeyed.
-	if err := ca.Disconnect(ctxFor(t)); err != nil {
+	if err := ca.Disconnect(rig.Context(t)); err != nil {
 		t.Error(err)
 	}
 	<-cb.Done()

@@ -15,28 +15,37 @@ import (
 	"github.com/vnicd/vnicd/integration/lab"
 )
 
+// buildExample builds a program of guestdrv/examples, and returns its path.
+func buildExample(ctx context.Context, t *testing.T, l *lab.Lab, name string) string {
+	t.Helper()
+	program := filepath.Join(l.Dir, name)
+	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program,
+		"../guestdrv/examples/"+name).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return program
+}
+
+// addApplications adds a list of applications to a running daemon's configuration.
+func addApplications(ctx context.Context, t *testing.T, h *lab.Host, list string) {
+	t.Helper()
+	f := must[*os.File](t)(os.OpenFile(filepath.Join(h.Dir, "vnicd.yaml"), os.O_APPEND|os.O_WRONLY, 0))
+	_, err := f.WriteString("applications:\n" + list + "\n")
+	check(t, err)
+	check(t, f.Close())
+	must[string](t)(h.CLI(ctx, "reload"))
+}
+
 // TestHostApplications: programs of the host (PF-4, MT-10) exchange messages with VMs on the same host and on another,
 // as server and as client, with pinned memory and with on-demand pages. The VMs run the distribution's ibv_rc_pingpong.
 // A killed program leaves nothing behind.
 func TestHostApplications(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
-	program := filepath.Join(l.Dir, "pingpong")
-	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program,
-		"../guestdrv/examples/pingpong").CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	// Add the applications to the running daemon's configuration. The programs exchange their parameters over TCP
-	// through the host's port.
-	conf := filepath.Join(w.a.Dir, "vnicd.yaml")
-	f := must[*os.File](t)(os.OpenFile(conf, os.O_APPEND|os.O_WRONLY, 0))
-	_, err := f.WriteString(`applications:
-  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
-  - {name: app2, network: blue, mac: "02:00:00:00:00:a2"}
-`)
-	check(t, err)
-	check(t, f.Close())
-	must[string](t)(w.a.CLI(ctx, "reload"))
+	program := buildExample(ctx, t, l, "pingpong")
+	// The programs exchange their parameters over TCP through the host's port.
+	addApplications(ctx, t, w.a, `  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
+  - {name: app2, network: blue, mac: "02:00:00:00:00:a2"}`)
 	must[string](t)(w.a.CLI(ctx, "network", "add-tap", "blue", "blue0", "address", "10.0.0.201/24"))
 	must[string](t)(w.a.NS.Run(ctx, "ip", "link", "set", "lo", "up"))
 	a, b := w.load(ctx, t)

@@ -2,8 +2,6 @@ package integration
 
 import (
 	"fmt"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -19,18 +17,8 @@ import (
 func TestHostConnections(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
-	program := filepath.Join(l.Dir, "rping")
-	if out, err := exec.CommandContext(ctx, "go", "build", "-o", program,
-		"../guestdrv/examples/rping").CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	f := must[*os.File](t)(os.OpenFile(filepath.Join(w.a.Dir, "vnicd.yaml"), os.O_APPEND|os.O_WRONLY, 0))
-	_, err := f.WriteString(`applications:
-  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
-`)
-	check(t, err)
-	check(t, f.Close())
-	must[string](t)(w.a.CLI(ctx, "reload"))
+	program := buildExample(ctx, t, l, "rping")
+	addApplications(ctx, t, w.a, `  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}`)
 	a, b := w.load(ctx, t)
 	app := func(opts string) []string {
 		return append([]string{program, "-socket", w.a.Dir + "/app1.hca", "-address", "10.0.0.101", "-timeout", "4m"},

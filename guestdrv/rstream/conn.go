@@ -42,6 +42,9 @@ type Conn struct {
 	closed           bool
 	order            binary.ByteOrder // of the peer's SGL; set before the poller starts
 	entry            [sgeLen]byte     // the payload of a credit update
+
+	wr  guestdrv.SendWR // the request that is being posted, and its SGL
+	sgl [1]guestdrv.SGE
 }
 
 // signal holds a token after something has changed. One goroutine at a time waits for it, and looks itself afterwards.
@@ -140,8 +143,8 @@ func (c *Conn) readState() (off, n uint32, err error) {
 	return off, n, err
 }
 
-// Write writes b. It returns when the data is on its way or in the send buffer, and waits for the peer to read if both
-// ends' buffers are full. n is the number of bytes that the peer gets even if there is an error, unless the connection
+// Write writes b. It returns when the data is on its way, in the send buffer or inline, and waits for the peer to read if
+// its receive buffer is full. n is the number of bytes that the peer gets even if there is an error, unless the connection
 // fails. The error is ErrShutdown after CloseWrite, ErrReset if the peer has closed the connection, or why it has
 // failed.
 func (c *Conn) Write(b []byte) (n int, err error) {

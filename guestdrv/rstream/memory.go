@@ -64,15 +64,13 @@ func (m *memory) received(off, n uint32) []byte { return m.buf.Bytes()[off:][:n]
 // outgoing returns n bytes of the send buffer.
 func (m *memory) outgoing(off, n int) []byte { return m.buf.Bytes()[m.receive+pageSize+off:][:n] }
 
-// take is stream's: it reads an entry of the target SGL and clears its length. The peer's device writes an entry in
-// ascending order of addresses, so that the first half is there if the second is. It does not write it again before
-// data has gone to the buffer that the entry describes.
+// take is stream's: it reads an entry of the target SGL, which is little-endian as this machine is, and clears its
+// length. The peer's device writes an entry in ascending order of addresses, so that the address is there if key and
+// length are. It does not write it again before data has gone to the buffer that the entry describes.
 func (m *memory) take(i int) sge {
 	off := m.receive + i*sgeLen
-	var b [sgeLen]byte
-	le.PutUint64(b[8:], m.buf.Load64(off+8))
-	le.PutUint64(b[:], m.buf.Load64(off))
-	t := decodeSGE(b[:], le)
+	word := m.buf.Load64(off + 8)
+	t := sge{addr: m.buf.Load64(off), key: uint32(word), length: uint32(word >> 32)}
 	if t.length != 0 {
 		clear(m.buf.Bytes()[off+12:][:4])
 	}

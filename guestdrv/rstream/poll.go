@@ -1,7 +1,6 @@
 package rstream
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 
@@ -10,8 +9,6 @@ import (
 
 // The poller is a connection's goroutine: it handles completions, which are those of this end's messages and the
 // messages of the peer, posts credit updates, and wakes Read, Write and Close.
-
-var le = binary.LittleEndian
 
 // pollBatch is the number of completions that are handled at once.
 const pollBatch = 32
@@ -52,10 +49,10 @@ func (c *Conn) poll() {
 		if c.s.idle() {
 			c.idle.set()
 		}
-		disconnect := failed == nil && errors.Is(c.err, ErrProtocol)
+		disconnect := failed == nil && c.err != nil
 		c.mu.Unlock()
 		if disconnect {
-			_ = c.cm.Disconnect(c.ctx) // what remains is Close's
+			_ = c.cm.Disconnect(c.ctx) // so that the peer knows at once; what remains is Close's
 		}
 	}
 }
@@ -132,13 +129,14 @@ func (c *Conn) pump() {
 
 // post posts a WRITE with inline data or, if that is nil, with the data of an SGE. c.mu is held.
 func (c *Conn) post(p post, id uint64, inline []byte, data guestdrv.SGE) {
-	wr := guestdrv.NewWriteImm(id, p.to, p.msg.imm())
-	var sgl [1]guestdrv.SGE
-	if wr.Inline = inline; inline == nil && data.Length > 0 {
-		sgl[0] = data
-		wr.SGL = sgl[:]
+	c.wr = *guestdrv.NewWriteImm(id, p.to, p.msg.imm())
+	if c.wr.Inline = inline; inline == nil && data.Length > 0 {
+		c.sgl[0] = data
+		c.wr.SGL = c.sgl[:]
 	}
-	if err := c.cm.QP().PostSend(wr); err != nil {
+	err := c.cm.QP().PostSend(&c.wr)
+	c.wr.Inline = nil // the caller's
+	if err != nil {
 		c.fail(err) // the queue has room for all that stream permits
 	}
 }

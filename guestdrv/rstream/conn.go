@@ -177,15 +177,16 @@ func (c *Conn) writeSome(b []byte) (n int, err error) {
 	if err := c.writeState(); err != nil || len(b) == 0 {
 		return 0, err
 	}
-	if n, err = c.s.out.plan(len(b)); err != nil {
+	n, inline, err := c.s.out.plan(len(b))
+	if err != nil {
 		c.fail(err)
 	}
 	if n == 0 || err != nil {
 		return 0, err
 	}
 	b = b[:n]
-	if isInline(n) {
-		c.post(c.s.out.commit(n), uint64(n), b, guestdrv.SGE{})
+	if inline {
+		c.post(c.s.out.commit(n, true), dataID, b, guestdrv.SGE{})
 		return n, c.err
 	}
 	off := c.s.out.head // changed by this function only
@@ -195,7 +196,7 @@ func (c *Conn) writeSome(b []byte) (n int, err error) {
 	if err := c.writeState(); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return 0, err
 	}
-	c.post(c.s.out.commit(n), uint64(n), nil, c.mem.out.SGE(off, n))
+	c.post(c.s.out.commit(n, false), dataID, nil, c.mem.out.SGE(off, n))
 	return n, c.err
 }
 

@@ -46,7 +46,7 @@ func FuzzStream(f *testing.F) {
 				}
 			case 1:
 				before := h.out.target
-				k, err := h.out.plan(1 + n)
+				k, inline, err := h.out.plan(1 + n)
 				if err != nil {
 					return
 				}
@@ -56,7 +56,7 @@ func FuzzStream(f *testing.F) {
 				if before.length == 0 {
 					before = h.out.target
 				}
-				p := h.out.commit(k)
+				p := h.out.commit(k, inline)
 				if k < 0 || uint32(k) > before.length || p.to.Addr != before.addr || p.to.RKey != before.key ||
 					k > 1+n || p.msg.data() != uint32(k) {
 					t.Fatalf("%d of %d bytes to %+v, target %+v", k, n, p, before)
@@ -74,8 +74,8 @@ func FuzzStream(f *testing.F) {
 				}
 			case 4:
 				if len(h.flying) > 0 {
-					if m := h.flying[0].msg; m.op() == opData {
-						h.out.completed(int(m.data()))
+					if p := h.flying[0].post; p.msg.op() == opData {
+						h.out.completed(p.held)
 					} else {
 						h.completed()
 					}

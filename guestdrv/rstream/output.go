@@ -29,28 +29,26 @@ const (
 	lowWater = 2 << 10
 )
 
-// plan returns how many of n bytes can be sent now in one message: 0 if the caller must wait. They go to offset head of
-// the send buffer, unless they are sent inline (isInline).
-func (o *output) plan(n int) (int, error) {
+// plan returns how many of n bytes can be sent now in one message: 0 if the caller must wait. Unless they are to be sent
+// inline, they go to offset head of the send buffer.
+func (o *output) plan(n int) (k int, inline bool, err error) {
 	if o.target.length == 0 {
 		if err := o.nextTarget(); err != nil {
-			return 0, err
+			return 0, false, err
 		}
 	}
 	if o.seq == o.limit || o.posted == o.requests || o.target.length == 0 {
-		return 0, nil
+		return 0, false, nil
 	}
 	n = int(min(int64(n), maxTransfer, int64(o.target.length)))
-	if isInline(n) {
-		return n, nil
+	if n <= maxInline {
+		return n, true, nil
 	}
 	if o.size-o.used < min(n, lowWater) {
-		return 0, nil
+		return 0, false, nil
 	}
-	return min(n, o.size-o.used, o.size-o.head), nil
+	return min(n, o.size-o.used, o.size-o.head), false, nil
 }
-
-func isInline(n int) bool { return n <= maxInline }
 
 // nextTarget takes the next buffer, if the peer has announced it.
 func (o *output) nextTarget() error {
@@ -67,13 +65,14 @@ func (o *output) nextTarget() error {
 }
 
 // commit returns the WRITE of n bytes, which plan has returned.
-func (o *output) commit(n int) post {
+func (o *output) commit(n int, inline bool) post {
 	p := post{to: o.target.remote(0), msg: newMessage(opData, uint32(n))}
 	o.seq++
 	o.posted++
 	o.target.addr += uint64(n)
 	o.target.length -= uint32(n)
-	if !isInline(n) {
+	if !inline {
+		p.held = n
 		o.used += n
 		if o.head += n; o.head == o.size {
 			o.head = 0
@@ -82,12 +81,10 @@ func (o *output) commit(n int) post {
 	return p
 }
 
-// completed handles the completion of a data message of n bytes.
-func (o *output) completed(n int) {
+// completed handles the completion of a data message that held some bytes of the send buffer.
+func (o *output) completed(held int) {
 	o.posted--
-	if !isInline(n) {
-		o.used -= n
-	}
+	o.used -= held
 }
 
 // grant handles a credit update: the peer can receive the data messages up to number limit, modulo 65536.

@@ -13,8 +13,9 @@ import (
 // pollBatch is the number of completions that are handled at once.
 const pollBatch = 32
 
-// IDs of work requests. That of a data message is its length.
+// IDs of work requests. That of a data message also has the bytes of the send buffer that it holds.
 const (
+	dataID    = 0
 	receiveID = 1 << 63
 	controlID = 1 << 62 // control messages and credit updates
 )
@@ -129,7 +130,7 @@ func (c *Conn) pump() {
 
 // post posts a WRITE with inline data or, if that is nil, with the data of an SGE. c.mu is held.
 func (c *Conn) post(p post, id uint64, inline []byte, data guestdrv.SGE) {
-	c.wr = *guestdrv.NewWriteImm(id, p.to, p.msg.imm())
+	c.wr = *guestdrv.NewWriteImm(id|uint64(p.held), p.to, p.msg.imm())
 	if c.wr.Inline = inline; inline == nil && data.Length > 0 {
 		c.sgl[0] = data
 		c.wr.SGL = c.sgl[:]

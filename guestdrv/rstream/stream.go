@@ -43,6 +43,7 @@ type post struct {
 	msg      message
 	entry    sge
 	hasEntry bool // the payload is entry, in the byte order of the peer's SGL
+	held     int  // bytes of the send buffer that the completion frees
 }
 
 // newStream returns the protocol's state at one end. buffer is its receive buffer, of an even length; queue the number

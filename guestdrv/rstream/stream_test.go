@@ -72,7 +72,7 @@ func (h *half) write(t testing.TB, n int) int {
 	if !h.out.writable || h.gone {
 		return 0
 	}
-	k, err := h.out.plan(n)
+	k, inline, err := h.out.plan(n)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,14 +80,14 @@ func (h *half) write(t testing.TB, n int) int {
 		return 0
 	}
 	data := make([]byte, k)
-	if !isInline(k) {
+	if !inline {
 		data = h.sendBuf[h.out.head:][:k] // stays until the completion
 	}
 	for i := range data {
 		data[i] = pattern(h.sent + uint64(i))
 	}
 	h.sent += uint64(k)
-	h.flying = append(h.flying, flight{h.out.commit(k), data})
+	h.flying = append(h.flying, flight{h.out.commit(k, inline), data})
 	return k
 }
 
@@ -126,7 +126,7 @@ func (h *half) deliver(t testing.TB) {
 		t.Fatalf("%v", err)
 	}
 	if f.msg.op() == opData {
-		h.out.completed(int(f.msg.data()))
+		h.out.completed(f.held)
 	} else {
 		h.completed()
 	}
@@ -301,7 +301,7 @@ func TestViolations(t *testing.T) {
 	h.connect(&connData{credits: 5, sgl: sge{1 << 30, 1, 2}, buffer: sge{1 << 31, 2, 1}})
 	h.write(t, 1)
 	sge{^uint64(0) - 1, 1, 3}.encode(h.memory[size+sgeLen:], binary.LittleEndian)
-	if _, err := h.out.plan(1); !errors.Is(err, ErrProtocol) {
+	if _, _, err := h.out.plan(1); !errors.Is(err, ErrProtocol) {
 		t.Errorf("an entry at the end of the address space: %v", err)
 	}
 }
@@ -364,6 +364,24 @@ func TestShutdown(t *testing.T) {
 			a.out.writable != tc.aWritable || b.out.writable != tc.bWritable || !a.idle() || !b.idle() {
 			t.Errorf("%s:\n%+v\n%+v", name, a.stream, b.stream)
 		}
+	}
+}
+
+// A message ends at the end of the send buffer, however little that is, and the next one begins at its beginning.
+func TestSendBufferEnd(t *testing.T) {
+	const size = 5000
+	a := newHalf(1<<20, 16384, 100, size, 100, binary.LittleEndian)
+	b := newHalf(1<<30, 16384, 100, size, 100, binary.LittleEndian)
+	connectHalves(t, a, b)
+	for _, x := range []struct{ n, want int }{{size - 16, size - 16}, {1000, 16}, {1000, 1000}} {
+		if got := a.write(t, x.n); got != x.want {
+			t.Fatalf("%d bytes of %d, expected %d", got, x.n, x.want)
+		}
+		a.deliver(t)
+		b.read(t, size)
+	}
+	if a.out.head != 1000 {
+		t.Errorf("offset %d, expected 1000", a.out.head)
 	}
 }
 

@@ -48,10 +48,10 @@ var streamRuns = []struct {
 	{"10,000 B, nothing inline", 10000, 50, 1, "-i 0 -T a"},
 }
 
-// TestHostStreams: programs of the host with guestdrv/rstream (PF-4, MT-10) and unmodified programs of rsockets in VMs on
-// the same host and on another. The distribution's rstream transfers data of several sizes, in both roles. Python's HTTP
-// client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp. riostream, which needs
-// iomaps, fails with an error at once, and the server goes on.
+// TestHostStreams: programs of the host with guestdrv/rstream (PF-4, MT-10) and unmodified programs of rsockets in
+// VMs on the same host and on another. The distribution's rstream transfers data of several sizes, in both roles.
+// Python's HTTP client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp.
+// riostream, which needs iomaps, fails with an error at once, and the server goes on.
 func TestHostStreams(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -128,13 +128,14 @@ func hostHTTP(ctx context.Context, t *testing.T, l *lab.Lab, w *twoHosts, vm *qe
 		names = append(names, hex.EncodeToString(sum[:]))
 		check(t, os.WriteFile(filepath.Join(dir, names[len(names)-1]), data, 0o644))
 	}
-	p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.a.Dir, "rhttp.log"), nil, buildExample(ctx, t, l, "rhttp"),
+	program := buildExample(ctx, t, l, "rhttp")
+	p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.a.Dir, "rhttp.log"), nil, program,
 		"-socket", w.a.Dir+"/app2.hca", "-address", "10.0.0.102", "-dir", dir))
 	t.Cleanup(p.Kill)
 	eventually(ctx, t, "the program listens", func() bool { return strings.Contains(p.LogTail(), "serving") })
 	check(t, vm.WriteFile(ctx, "/tmp/fetch.py", []byte(fetch)))
-	out := run(ctx, t, vm, lab.Limited(5*time.Minute, fmt.Sprintf("env LD_PRELOAD=%s python3 /tmp/fetch.py 10.0.0.102 8080 1000 %s",
-		preload, strings.Join(names, " "))))
+	cmd := fmt.Sprintf("env LD_PRELOAD=%s python3 /tmp/fetch.py 10.0.0.102 8080 1000 ", preload)
+	out := run(ctx, t, vm, lab.Limited(5*time.Minute, cmd+strings.Join(names, " ")))
 	if !strings.Contains(out, "1000 requests") {
 		t.Errorf("fetch.py: %s\n%s", out, p.LogTail())
 	}

@@ -84,8 +84,8 @@ func (c Config) withDefaults(m *rdmacm.Manager) (Config, error) {
 // SGL, 16 bytes, are always sent so.
 const maxInline = 64
 
-// queuePair describes a connection's queue pair. Every send request is signaled, as with rsockets: the completions free
-// the send buffer in order.
+// queuePair describes a connection's queue pair. Every send request is signaled, as with rsockets: the completions
+// free the send buffer in order.
 func (c *Config) queuePair() guestdrv.QPConfig {
 	return guestdrv.QPConfig{MaxSendWR: c.SendQueue + controlSlots, MaxRecvWR: c.ReceiveQueue + controlSlots,
 		MaxInline: maxInline, SigAll: true}

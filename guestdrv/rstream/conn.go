@@ -16,8 +16,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 )
 
-// Conn is a connection, a net.Conn. All methods may be called from any goroutine; calls of Read wait for each other, as
-// do calls of Write.
+// Conn is a connection, a net.Conn. All methods may be called from any goroutine; calls of Read wait for each other,
+// as do calls of Write.
 type Conn struct {
 	cm  *rdmacm.Conn
 	cfg Config
@@ -92,8 +92,9 @@ func (c *Conn) setDeadline(d *deadline, t time.Time) error {
 	return nil
 }
 
-// Read reads at least one byte, unless b is empty. It returns io.EOF after all data if the peer has closed its direction
-// or the connection. If the connection has failed, it returns ErrReset or ErrProtocol after the data that had arrived.
+// Read reads at least one byte, unless b is empty. It returns io.EOF after all data if the peer has closed its
+// direction or the connection. If the connection has failed, it returns ErrReset or ErrProtocol after the data that
+// had arrived.
 func (c *Conn) Read(b []byte) (int, error) {
 	c.reading.Lock()
 	defer c.reading.Unlock()
@@ -143,10 +144,10 @@ func (c *Conn) readState() (off, n uint32, err error) {
 	return off, n, err
 }
 
-// Write writes b. It returns when the data is on its way, in the send buffer or inline, and waits for the peer to read if
-// its receive buffer is full. n is the number of bytes that the peer gets even if there is an error, unless the connection
-// fails. The error is ErrShutdown after CloseWrite, ErrReset if the peer has closed the connection, or why it has
-// failed.
+// Write writes b. It returns when the data is on its way, in the send buffer or inline, and waits for the peer to
+// read if its receive buffer is full. n is the number of bytes that the peer gets even if there is an error, unless
+// the connection fails. The error is ErrShutdown after CloseWrite, ErrReset if the peer has closed the connection, or
+// why it has failed.
 func (c *Conn) Write(b []byte) (n int, err error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
@@ -217,8 +218,8 @@ func (c *Conn) writeState() error {
 	return nil
 }
 
-// CloseWrite ends the direction to the peer, whose reads return io.EOF after all data. This end can still read. A Write
-// that waits fails with ErrShutdown.
+// CloseWrite ends the direction to the peer, whose reads return io.EOF after all data. This end can still read. A
+// Write that waits fails with ErrShutdown.
 func (c *Conn) CloseWrite() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -235,9 +236,9 @@ func (c *Conn) CloseWrite() error {
 }
 
 // Close ends the connection and releases its memory. Pending calls fail with net.ErrClosed. It waits until the peer's
-// device has received what was written, at most Config.CloseTimeout, after which it fails with
-// os.ErrDeadlineExceeded and the peer may have lost data; the connection is closed then, too. Close may be repeated
-// after an error; further calls return nil.
+// device has received what was written, at most Config.CloseTimeout, after which it fails with os.ErrDeadlineExceeded
+// and the peer may have lost data; the connection is closed then, too. Close may be repeated after an error; further
+// calls return nil.
 func (c *Conn) Close() error {
 	c.mu.Lock()
 	if !c.closed {
@@ -266,23 +267,34 @@ func (c *Conn) Close() error {
 	return nil
 }
 
+// disconnectWait bounds how long Close waits for the acknowledgement of DISCONNECT alone: a peer that closes at the same
+// time may have destroyed its queue pair. The connection manager tells it, too.
+const disconnectWait = time.Second
+
 // drain waits until all that was sent has arrived, or cannot arrive any more.
 func (c *Conn) drain() error {
-	timer := time.NewTimer(c.cfg.CloseTimeout)
-	defer timer.Stop()
+	data, all := time.NewTimer(c.cfg.CloseTimeout), time.NewTimer(min(disconnectWait, c.cfg.CloseTimeout))
+	defer data.Stop()
+	defer all.Stop()
+	late, expired := false, false
 	for {
 		c.mu.Lock()
-		done := c.s.idle() || c.s.gone || c.err != nil
+		done := c.s.idle() || c.s.gone || c.err != nil || late && c.s.out.posted == 0
 		c.mu.Unlock()
-		if done {
+		switch {
+		case done:
 			return nil
+		case expired:
+			return fmt.Errorf("the peer's device does not acknowledge data: %w", os.ErrDeadlineExceeded)
 		}
 		select {
 		case <-c.idle:
 		case <-c.polled:
 			return nil
-		case <-timer.C:
-			return fmt.Errorf("the peer's device does not acknowledge: %w", os.ErrDeadlineExceeded)
+		case <-all.C:
+			late = true
+		case <-data.C:
+			late, expired = true, true
 		}
 	}
 }

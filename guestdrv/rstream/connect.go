@@ -11,8 +11,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 )
 
-// Dial connects to a port such as "10.0.0.1:7471". Its errors are those of rdmacm's Dial, or ErrProtocol if the peer does
-// not speak the protocol. They are wrapped in a *net.OpError.
+// Dial connects to a port such as "10.0.0.1:7471". Its errors are those of rdmacm's Dial, or ErrProtocol if the peer
+// does not speak the protocol. They are wrapped in a *net.OpError.
 func Dial(ctx context.Context, m *rdmacm.Manager, address string, cfg Config) (*Conn, error) {
 	c, err := dial(ctx, m, address, cfg)
 	if err != nil {

@@ -109,7 +109,8 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// A listener: nobody listens, a port in use, wrong sizes, Close while Accept waits and with connections in its backlog.
+// A listener: nobody listens, a port in use, wrong sizes, Close while Accept waits and with connections in its
+// backlog.
 func TestListener(t *testing.T) {
 	p := newPair(t, rstream.Config{Backlog: 2})
 	if _, err := rstream.Dial(rig.Context(t), p.a, "10.0.0.2:1", rstream.Config{}); !errors.Is(err,

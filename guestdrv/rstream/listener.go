@@ -80,8 +80,8 @@ func (l *Listener) accept(req *rdmacm.Request) {
 	l.ready <- c
 }
 
-// Accept waits for a connection, which is a *Conn. It fails with net.ErrClosed after Close, and with the Manager's error
-// if that has ended.
+// Accept waits for a connection, which is a *Conn. It fails with net.ErrClosed after Close, and with the Manager's
+// error if that has ended.
 func (l *Listener) Accept() (net.Conn, error) {
 	select {
 	case c := <-l.ready:
@@ -92,8 +92,8 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// Close closes the port and the connections that wait for Accept; those that Accept has returned stay. It always returns
-// nil; further calls do nothing.
+// Close closes the port and the connections that wait for Accept; those that Accept has returned stay. It always
+// returns nil; further calls do nothing.
 func (l *Listener) Close() error {
 	l.closing.Do(func() {
 		l.cancel()

@@ -7,8 +7,8 @@ import (
 )
 
 // memory is the memory of a connection, one after the other: the receive buffer, a page with the target SGL, the send
-// buffer. The peer may write to the first two. The protection domain is the connection's own, so that no other peer can
-// use its keys.
+// buffer. The peer may write to the first two. The protection domain is the connection's own, so that no other peer
+// can use its keys.
 type memory struct {
 	pd      *guestdrv.PD
 	buf     *guestdrv.Buffer

@@ -1,8 +1,9 @@
 package rstream
 
-// output is the direction to the peer. Data waits in a ring, the send buffer, until the peer's device has it; short data
-// is sent inline and needs no place there. It goes to the buffer that the current target names. The peer announces
-// buffers by writing to the entries of this end's target SGL in turns; the first one is part of its connData.
+// output is the direction to the peer. Data waits in a ring, the send buffer, until the peer's device has it; short
+// data is sent inline and needs no place there. It goes to the buffer that the current target names. The peer
+// announces buffers by writing to the entries of this end's target SGL in turns; the first one is part of its
+// connData.
 type output struct {
 	size     int // of the send buffer
 	head     int // offset in it for the next data
@@ -29,8 +30,8 @@ const (
 	lowWater = 2 << 10
 )
 
-// plan returns how many of n bytes can be sent now in one message: 0 if the caller must wait. Unless they are to be sent
-// inline, they go to offset head of the send buffer.
+// plan returns how many of n bytes can be sent now in one message: 0 if the caller must wait. Unless they are to be
+// sent inline, they go to offset head of the send buffer.
 func (o *output) plan(n int) (k int, inline bool, err error) {
 	if o.target.length == 0 {
 		if err := o.nextTarget(); err != nil {

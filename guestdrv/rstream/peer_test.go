@@ -108,19 +108,21 @@ func nothing([]byte) {}
 func TestHostilePeer(t *testing.T) {
 	p := newPair(t, rstream.Config{})
 	ga, gb := p.connect(t, rstream.Config{})
+	message := func(m uint32) func(*liar) {
+		return func(x *liar) { x.say(t, guestdrv.Remote{}, m, "") }
+	}
 	for name, tc := range map[string]struct {
 		act  func(x *liar)
 		want error
 		text string
 	}{
-		"more data than announced": {func(x *liar) { x.say(t, guestdrv.Remote{}, 1<<28, "") }, rstream.ErrProtocol,
-			"the announced buffer has 65531"},
-		"empty data":     {func(x *liar) { x.say(t, guestdrv.Remote{}, 0, "") }, rstream.ErrProtocol, "0 bytes"},
-		"credits":        {func(x *liar) { x.say(t, guestdrv.Remote{}, 4<<29|5000, "") }, rstream.ErrProtocol, "at most 100 more"},
-		"iomap":          {func(x *liar) { x.say(t, guestdrv.Remote{}, 6<<29, "") }, rstream.ErrProtocol, "iomap"},
-		"reserved":       {func(x *liar) { x.say(t, guestdrv.Remote{}, 3<<29, "") }, rstream.ErrProtocol, "reserved operation 3"},
-		"control":        {func(x *liar) { x.say(t, guestdrv.Remote{}, 7<<29|77, "") }, rstream.ErrProtocol, "control code 77"},
-		"outside memory": {func(x *liar) { x.say(t, x.place(1<<30), 1, "x") }, rstream.ErrReset, ""},
+		"more data than announced": {message(1 << 28), rstream.ErrProtocol, "the announced buffer has 65531"},
+		"empty data":               {message(0), rstream.ErrProtocol, "0 bytes"},
+		"credits":                  {message(4<<29 | 5000), rstream.ErrProtocol, "at most 100 more"},
+		"iomap":                    {message(6 << 29), rstream.ErrProtocol, "iomap"},
+		"reserved":                 {message(3 << 29), rstream.ErrProtocol, "reserved operation 3"},
+		"control":                  {message(7<<29 | 77), rstream.ErrProtocol, "control code 77"},
+		"outside memory":           {func(x *liar) { x.say(t, x.place(1<<30), 1, "x") }, rstream.ErrReset, ""},
 		"another's key": {func(x *liar) {
 			r := x.place(0)
 			r.RKey += 1 << 8

@@ -47,7 +47,7 @@ func (c *Conn) poll() {
 			c.complete(&c.wcs[i])
 		}
 		c.pump()
-		if c.s.idle() {
+		if c.s.idle() || c.closed && c.s.out.posted == 0 {
 			c.idle.set()
 		}
 		disconnect := failed == nil && c.err != nil

@@ -46,9 +46,9 @@ type post struct {
 	held     int  // bytes of the send buffer that the completion frees
 }
 
-// newStream returns the protocol's state at one end. buffer is its receive buffer, of an even length; queue the number
-// of data messages that it can receive. sendBuffer and sendQueue are the bytes and data messages under way to the peer.
-// take returns entry 0 or 1 of this end's target SGL, and clears the entry's length.
+// newStream returns the protocol's state at one end. buffer is its receive buffer, of an even length; queue the
+// number of data messages that it can receive. sendBuffer and sendQueue are the bytes and data messages under way to
+// the peer. take returns entry 0 or 1 of this end's target SGL, and clears the entry's length.
 func newStream(buffer sge, queue uint16, sendBuffer, sendQueue int, take func(i int) sge) *stream {
 	half := buffer.length / 2
 	return &stream{

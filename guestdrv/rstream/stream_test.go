@@ -13,7 +13,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// half is one end of a connection without I/O: its state, its memory, and the WRITEs that are on their way to the peer.
+// half is one end of a connection without I/O: its state, its memory, and the WRITEs that are on their way to the
+// peer.
 type half struct {
 	*stream
 	memory, sendBuf []byte // receive buffer and target SGL; send buffer
@@ -223,8 +224,8 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// The first half of the receive buffer is part of the private data, the second one is announced at once, to entry 1; then
-// they take turns.
+// The first half of the receive buffer is part of the private data, the second one is announced at once, to entry 1;
+// then they take turns.
 func TestAnnouncements(t *testing.T) {
 	h := newHalf(0x10000, 4096, 8, 4096, 8, binary.LittleEndian)
 	hello := h.stream.hello(sge{addr: 0x11000, key: testKey})
@@ -309,6 +310,7 @@ func TestViolations(t *testing.T) {
 // Private data that is no rs_conn_data.
 func TestConnData(t *testing.T) {
 	good := connData{credits: 16, sgl: sge{0x1000, 1, 2}, buffer: sge{0x2000, 2, 4096}}
+	ones := slices.Repeat([]byte{0xff}, 8)
 	for name, tc := range map[string]struct {
 		change func(b []byte) []byte
 		want   string
@@ -318,8 +320,8 @@ func TestConnData(t *testing.T) {
 		"zeros":             {func([]byte) []byte { return make([]byte, 56) }, "version 0"},
 		"no credits":        {func(b []byte) []byte { b[2], b[3] = 0, 0; return b }, "0 credits"},
 		"SGL of one":        {func(b []byte) []byte { b[23] = 1; return b }, "SGL of 1 entries"},
-		"SGL too long":      {func(b []byte) []byte { copy(b[8:], slices.Repeat([]byte{0xff}, 8)); return b }, "address space"},
-		"buffer at the end": {func(b []byte) []byte { copy(b[24:], slices.Repeat([]byte{0xff}, 8)); return b }, "address space"},
+		"SGL too long":      {func(b []byte) []byte { copy(b[8:], ones); return b }, "address space"},
+		"buffer at the end": {func(b []byte) []byte { copy(b[24:], ones); return b }, "address space"},
 	} {
 		if _, err := decodeConnData(tc.change(good.encode())); !errors.Is(err, ErrProtocol) ||
 			!strings.Contains(err.Error(), tc.want) {
@@ -341,18 +343,20 @@ func TestShutdown(t *testing.T) {
 	}
 	closeWrite := func(a, _ *half) { a.closeWrite() }
 	other := func(s step) step { return func(a, b *half) { s(b, a) } }
+	closeBoth := func(a, _ *half) { a.close() }
+	type state struct{ over, finished, writable bool }
 	for name, tc := range map[string]struct {
-		steps                []step
-		aOver, bOver         bool
-		aFinished, bFinished bool
-		aWritable, bWritable bool
+		steps []step
+		a, b  state
 	}{
-		"one direction":        {steps: []step{closeWrite, settle}, bFinished: true, bWritable: true},
-		"the same, twice":      {steps: []step{closeWrite, closeWrite, settle}, bFinished: true, bWritable: true},
-		"both, one by one":     {steps: []step{closeWrite, settle, other(closeWrite), settle}, aOver: true, bOver: true, aFinished: true, bFinished: true},
-		"both at once":         {steps: []step{closeWrite, other(closeWrite), settle}, aOver: true, bOver: true, aFinished: true, bFinished: true},
-		"close":                {steps: []step{func(a, _ *half) { a.close() }, settle}, aOver: true, bOver: true, bFinished: true, bWritable: true},
-		"close after shutdown": {steps: []step{closeWrite, settle, func(a, _ *half) { a.close() }, settle}, aOver: true, bOver: true, bFinished: true, bWritable: true},
+		"one direction":   {[]step{closeWrite, settle}, state{}, state{finished: true, writable: true}},
+		"the same, twice": {[]step{closeWrite, closeWrite, settle}, state{}, state{finished: true, writable: true}},
+		"both, one by one": {[]step{closeWrite, settle, other(closeWrite), settle},
+			state{over: true, finished: true}, state{over: true, finished: true}},
+		"both at once": {[]step{closeWrite, other(closeWrite), settle},
+			state{over: true, finished: true}, state{over: true, finished: true}},
+		"close":                {[]step{closeBoth, settle}, state{over: true}, state{true, true, true}},
+		"close after shutdown": {[]step{closeWrite, settle, closeBoth, settle}, state{over: true}, state{true, true, true}},
 	} {
 		a, b := newHalf(1<<20, 4096, 8, 4096, 8, binary.LittleEndian), newHalf(1<<30, 4096, 8, 4096, 8, binary.LittleEndian)
 		connectHalves(t, a, b)
@@ -360,8 +364,8 @@ func TestShutdown(t *testing.T) {
 		for _, s := range tc.steps {
 			s(a, b)
 		}
-		if a.over() != tc.aOver || b.over() != tc.bOver || a.finished != tc.aFinished || b.finished != tc.bFinished ||
-			a.out.writable != tc.aWritable || b.out.writable != tc.bWritable || !a.idle() || !b.idle() {
+		at := func(h *half) state { return state{h.over(), h.finished, h.out.writable} }
+		if at(a) != tc.a || at(b) != tc.b || !a.idle() || !b.idle() {
 			t.Errorf("%s:\n%+v\n%+v", name, a.stream, b.stream)
 		}
 	}

@@ -62,7 +62,8 @@ func (c *connData) encode() []byte {
 	return b
 }
 
-// decodeConnData decodes and checks a peer's private data. Bytes that follow are ignored: the field has a fixed length.
+// decodeConnData decodes and checks a peer's private data. Bytes that follow are ignored: the field has a fixed
+// length.
 func decodeConnData(b []byte) (c connData, err error) {
 	if len(b) < connDataLen {
 		return c, violation("private data of %d bytes, expected %d", len(b), connDataLen)

@@ -1,7 +1,18 @@
 """Gets files by HTTP and compares each with its name, which is its SHA-256: fetch.py HOST PORT REQUESTS NAME ..."""
+import ctypes
 import hashlib
 import http.client
+import socket
 import sys
+
+
+def connect(address, timeout, source):
+    """socket.create_connection, but with a socket that librspreload of rdma-core 56 takes: without SOCK_CLOEXEC."""
+    fd = ctypes.CDLL(None, use_errno=True).socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+    s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    s.connect(address)
+    return s
+
 
 host, port, requests = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 names = sys.argv[4:]
@@ -12,6 +23,7 @@ for i in range(requests):
         if connection:
             connection.close()
         connection = http.client.HTTPConnection(host, port)
+        connection._create_connection = connect
     name = names[i % len(names)]
     connection.request("GET", "/" + name)
     response = connection.getresponse()

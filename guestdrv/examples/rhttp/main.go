@@ -1,6 +1,6 @@
 // Rhttp is a host application (PF-4, MT-10) that serves the files of a directory by HTTP over RDMA. Its clients are
-// unmodified programs in VMs, with the library of librdmacm that redirects their sockets, or another instance. It shows
-// package rstream.
+// unmodified programs in VMs, with the library of librdmacm that redirects their sockets, or another instance. It
+// shows package rstream.
 //
 //	host:   rhttp -socket /run/vnicd/app.hca -address 10.0.0.5 -dir /srv
 //	guest:  LD_PRELOAD=/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so curl http://10.0.0.5:8080/file

@@ -1,5 +1,5 @@
-// Package rig starts tenants' networks with applications on them for tests of packages that programs on the host use: in
-// one process, without vnicd, but over the real sockets.
+// Package rig starts tenants' networks with applications on them for tests of packages that programs on the host use:
+// in one process, without vnicd, but over the real sockets.
 package rig
 
 import (

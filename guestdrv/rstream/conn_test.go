@@ -16,7 +16,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const port = 7471
 
-// pair is two applications, of which the second listens.
+// pair is two applications, of which the second listens; the network has a third one.
 type pair struct {
 	net      *rig.Network
 	a, b     *rdmacm.Manager
@@ -25,7 +25,7 @@ type pair struct {
 
 func newPair(tb testing.TB, cfg rstream.Config) *pair {
 	tb.Helper()
-	p := &pair{net: rig.New(tb, 2)}
+	p := &pair{net: rig.New(tb, 3)}
 	p.a, p.b = p.net.Manager(tb, 0, rdmacm.Config{}), p.net.Manager(tb, 1, rdmacm.Config{})
 	l, err := rstream.Listen(p.b, port, cfg)
 	if err != nil {

@@ -1,12 +1,14 @@
 package rstream_test
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"io"
 	"net"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/guestdrv/internal/rig"
@@ -108,6 +110,15 @@ func nothing([]byte) {}
 func TestHostilePeer(t *testing.T) {
 	p := newPair(t, rstream.Config{})
 	ga, gb := p.connect(t, rstream.Config{})
+	other, err := p.dialLiar(t, nothing)
+	if err != nil {
+		t.Fatal(err)
+	}
+	otherConn, err := p.listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer otherConn.Close()
 	message := func(m uint32) func(*liar) {
 		return func(x *liar) { x.say(t, guestdrv.Remote{}, m, "") }
 	}
@@ -123,11 +134,7 @@ func TestHostilePeer(t *testing.T) {
 		"reserved":                 {message(3 << 29), rstream.ErrProtocol, "reserved operation 3"},
 		"control":                  {message(7<<29 | 77), rstream.ErrProtocol, "control code 77"},
 		"outside memory":           {func(x *liar) { x.say(t, x.place(1<<30), 1, "x") }, rstream.ErrReset, ""},
-		"another's key": {func(x *liar) {
-			r := x.place(0)
-			r.RKey += 1 << 8
-			x.say(t, r, 1, "x")
-		}, rstream.ErrReset, ""},
+		"another's key":            {func(x *liar) { x.say(t, other.place(0), 1, "x") }, rstream.ErrReset, ""},
 		"a message without WRITE": {func(x *liar) {
 			if err := x.QP().PostSend(guestdrv.NewSend(3)); err != nil {
 				t.Fatal(err)
@@ -149,16 +156,12 @@ func TestHostilePeer(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer c.Close()
-			x.say(t, x.place(0), 5, "hello")
-			b := make([]byte, 5)
-			if _, err := io.ReadFull(c, b); err != nil || string(b) != "hello" {
-				t.Fatalf("%q, %v", b, err)
-			}
+			x.greet(t, c)
 			tc.act(x)
 			for _, f := range []func([]byte) (int, error){c.Read, c.Write} {
 				var err error
 				rig.Until(t, "the violation is noticed", func() bool {
-					_, err = f(b[:1])
+					_, err = f(make([]byte, 1))
 					return err != nil
 				})
 				var op *net.OpError
@@ -170,6 +173,17 @@ func TestHostilePeer(t *testing.T) {
 		})
 	}
 	talk(t, ga, gb)
+	other.greet(t, otherConn)
+}
+
+// greet sends a few bytes as the protocol wants it.
+func (x *liar) greet(tb testing.TB, c net.Conn) {
+	tb.Helper()
+	x.say(tb, x.place(0), 5, "hello")
+	b := make([]byte, 5)
+	if _, err := io.ReadFull(c, b); err != nil || string(b) != "hello" {
+		tb.Fatalf("%q, %v", b, err)
+	}
 }
 
 // Private data that is not as it should be: the request is rejected with the reason, and a reply ends the connection.
@@ -231,6 +245,47 @@ func TestHostileSGL(t *testing.T) {
 		t.Error(err)
 	}
 	<-x.Done()
+}
+
+// A peer that does not answer any more after its request holds up no other, and is forgotten after HandshakeTimeout.
+func TestSilentPeer(t *testing.T) {
+	p := newPair(t, rstream.Config{HandshakeTimeout: 100 * time.Millisecond})
+	silent := p.net.Manager(t, 2, rdmacm.Config{})
+	before := p.net.Hosts[1].Objects()
+	c, err := rstream.Dial(rig.Context(t), silent, p.listener.Addr().String(), rstream.Config{}) // resolves the address
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := p.listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []net.Conn{c, x} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	rig.Until(t, "the connection has ended", func() bool { return p.net.Hosts[1].Objects() == before })
+	p.net.Hosts[2].Port.SetHCA(nil) // it receives nothing
+	ctx, cancel := context.WithCancel(rig.Context(t))
+	dialed := make(chan error, 1)
+	go func() {
+		_, err := rstream.Dial(ctx, silent, p.listener.Addr().String(), rstream.Config{})
+		dialed <- err
+	}()
+	rig.Until(t, "the request is being accepted", func() bool { return p.net.Hosts[1].Objects() != before })
+	a, b := p.connect(t, rstream.Config{})
+	talk(t, a, b)
+	for _, c := range []net.Conn{a, b} {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	rig.Until(t, "the request is forgotten", func() bool { return p.net.Hosts[1].Objects() == before })
+	cancel()
+	if err := <-dialed; !errors.Is(err, context.Canceled) {
+		t.Errorf("Dial: %v", err)
+	}
 }
 
 // talk sends a line in each direction.

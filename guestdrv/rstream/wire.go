@@ -31,7 +31,7 @@ func decodeSGE(b []byte, o binary.ByteOrder) sge {
 	return sge{addr: o.Uint64(b), key: o.Uint32(b[8:]), length: o.Uint32(b[12:])}
 }
 
-// end returns whether n bytes from the address on are within the address space.
+// holds reports whether n bytes from the address on are within the address space.
 func (s sge) holds(n uint64) bool { return n == 0 || s.addr <= math.MaxUint64-(n-1) }
 
 // connData is an rs_conn_data: what both ends say in the private data of the connection manager's messages.

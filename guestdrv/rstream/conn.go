@@ -267,8 +267,8 @@ func (c *Conn) Close() error {
 	return nil
 }
 
-// disconnectWait bounds how long Close waits for the acknowledgement of DISCONNECT alone: a peer that closes at the same
-// time may have destroyed its queue pair. The connection manager tells it, too.
+// disconnectWait bounds how long Close waits for the acknowledgement of DISCONNECT alone: a peer that closes at the
+// same time may have destroyed its queue pair. The connection manager tells it, too.
 const disconnectWait = time.Second
 
 // drain waits until all that was sent has arrived, or cannot arrive any more.

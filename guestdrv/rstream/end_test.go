@@ -50,7 +50,8 @@ func TestCloseWrite(t *testing.T) {
 // Close: the peer reads all data and io.EOF, and can no longer write. Calls of the closed end fail.
 func TestClose(t *testing.T) {
 	p := newPair(t, rstream.Config{})
-	before := [2]rig.Objects{p.net.Hosts[0].Objects(), p.net.Hosts[1].Objects()}
+	ends := p.net.Hosts[:2]
+	before := [...]rig.Objects{ends[0].Objects(), ends[1].Objects()}
 	a, b := p.connect(t, rstream.Config{})
 	data := bytes.Repeat([]byte("0123456789"), 9000)
 	if n, err := a.Write(data); n != len(data) || err != nil {
@@ -80,7 +81,7 @@ func TestClose(t *testing.T) {
 	if err := b.Close(); err != nil {
 		t.Error(err)
 	}
-	for i, h := range p.net.Hosts {
+	for i, h := range ends {
 		rig.Until(t, "nothing is left", func() bool { return h.Objects() == before[i] })
 	}
 }

@@ -11,8 +11,8 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // buildExample builds a program of guestdrv/examples, and returns its path.

@@ -9,8 +9,8 @@ import (
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/hypervisor/qmp"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // TestHotAttach attaches both faces to VMs that were started without them, and detaches them. Every failure leaves QEMU

@@ -20,7 +20,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestConnections: two tenants with equal addresses run rdma_cm connections between two hosts at the same time; `vnicd

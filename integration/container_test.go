@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // inContainer runs a command in a root of another Debian release, at %[1]s, with its own namespaces and with the parts

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 var restarts = flag.Int("restarts", 3, "how often TestContinuity kills vnicd; 20 for the long test")

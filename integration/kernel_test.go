@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Tests with kernel consumers. They need fast registration, invalidation by either side, and the reserved key for real

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestLimits: 4,096 queue pairs and 65,536 regions of one process in a VM work. ibv_devinfo reports the limits, and

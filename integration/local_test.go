@@ -8,7 +8,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestOneHost: two VMs under one vnicd run the same programs, without an underlay (ARCHITECTURE.md, Decisions). A third

@@ -9,8 +9,8 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // TestLinuxPeers: the remote peer of a vnicd is a Linux bridge with a vxlan device and a VM behind it. A local VM

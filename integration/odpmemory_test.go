@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestGuestMemory: a hypervisor changes guest memory while RDMA uses it. A balloon takes pages and returns them, a DIMM

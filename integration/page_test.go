@@ -16,8 +16,9 @@ import (
 
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/integration/rig"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 var screenshots = flag.String("screenshots", "", "`directory` to which TestPage writes screenshots")
@@ -156,7 +157,7 @@ vms: [{name: far, network: blue, mac: "02:00:00:00:00:04"}]
 	})
 	defer end()
 
-	b := must[*harness.Browser](t)(harness.NewBrowser(ctx, h1.NS))
+	b := must[*rig.Browser](t)(rig.NewBrowser(ctx, h1.NS))
 	defer b.Close()
 	const where = "http://127.0.0.1:9469/"
 	check(t, b.Window(ctx, 1280, 900, false))

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestProtectedUnderlay runs the tests that need WireGuard in a VM, because the machine's own kernel may have none: two

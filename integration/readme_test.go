@@ -11,8 +11,9 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/integration/rig"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 var (
@@ -251,7 +252,7 @@ type user struct {
 	ctx    context.Context
 	l      *lab.Lab
 	ns     *harness.Namespace
-	c      *harness.Container
+	c      *rig.Container
 	build  string // directory of the packages: build/ in the user's directory
 	vms    map[string]*qemu.Machine
 	server *qemu.Process
@@ -271,7 +272,7 @@ func newUser(t *testing.T, configuration string) *user {
 	l.Add(u.running.Wait)
 	dir := filepath.Join(l.Dir, "host")
 	check(t, os.Mkdir(dir, 0o755))
-	u.c = must[*harness.Container](t)(harness.NewContainer(ctx, u.ns, root, dir, u.build+"="+home+"/vnicd/build",
+	u.c = must[*rig.Container](t)(rig.NewContainer(ctx, u.ns, root, dir, u.build+"="+home+"/vnicd/build",
 		filepath.Dir(l.Images.Rootfs)+"=/srv/vm"))
 	l.Add(func() { check(t, u.c.Close()) })
 	t.Cleanup(func() {

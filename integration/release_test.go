@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // TestReleaseWhileLost: vnicd is stopped (SIGSTOP) for longer than the guest's driver waits for an answer, while a

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // somebody is a temporary unprivileged user, unknown to the machine's own files.

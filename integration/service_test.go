@@ -14,8 +14,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/integration/rig"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // TestService installs the host's package on a clean machine and checks the service under systemd: its user,
@@ -165,13 +165,13 @@ func testService(u *user, t *testing.T) {
 
 // testDashboard checks the page while the two VMs transfer data.
 func testDashboard(u *user, t *testing.T) {
-	b := must[*harness.Browser](t)(harness.NewBrowser(u.ctx, u.ns))
+	b := must[*rig.Browser](t)(rig.NewBrowser(u.ctx, u.ns))
 	defer b.Close()
 	a, z := must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm1"], lab.Device, "10.0.0.1")),
 		must[lab.End](t)(lab.NewEnd(u.ctx, u.vms["vm2"], lab.Device, "10.0.0.2"))
-	stop := lab.Traffic(u.ctx, z, a)
+	stop := rig.Traffic(u.ctx, z, a)
 	check(t, errors.Join(b.Window(u.ctx, 1280, 900, false),
-		lab.WatchPage(u.ctx, b, "http://127.0.0.1:9469/", "vm1", "vm2")))
+		rig.WatchPage(u.ctx, b, "http://127.0.0.1:9469/", "vm1", "vm2")))
 	if *screenshots != "" {
 		check(t, b.Screenshot(u.ctx, filepath.Join(*screenshots, "readme.png")))
 	}

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // TestGuestSmoke boots one guest without an HCA and checks the images, the command channel, reboot and shutdown.

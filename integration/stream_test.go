@@ -21,8 +21,8 @@ import (
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 	"github.com/vnicd/vnicd/guestdrv/rstream"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 //go:embed testdata/fetch.py

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Endpoint i of each tenant is 10.0.0.i with a MAC derived from i, and tells its name at askPort.

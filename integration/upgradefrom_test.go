@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 var upgradeFrom = flag.String("upgrade.from", "", "program of another vnicd, with which TestUpgradeFrom begins")

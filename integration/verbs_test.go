@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // counter returns one of the port's hw_counters.

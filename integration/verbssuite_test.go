@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // suiteDriver runs one module of rdma-core's tests and prints a line for each result.

@@ -13,8 +13,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // ucx is ucx_perftest (Debian's ucx-utils) between two processes over shared memory.

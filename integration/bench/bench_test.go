@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 func TestPick(t *testing.T) {

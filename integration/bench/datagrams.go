@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // datagramPath sends UDP datagrams from one namespace to another at a given rate and counts those that the receiver has

@@ -10,7 +10,7 @@ import (
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // loss drops a share of the IPv4 frames that arrive at interfaces, each by chance. It is an eBPF program in the kernel:

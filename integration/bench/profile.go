@@ -14,7 +14,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // profileTime is the length of a profile. Go samples 100 times a second, so a shorter profile tells little.

@@ -12,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // piece is memory of a sender and the receiver's memory to which it is written.

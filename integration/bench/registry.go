@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // registry returns the rows in the order of the table.

@@ -19,7 +19,7 @@ import (
 	"github.com/osrg/gobgp/v4/pkg/server"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // A data centre as its route reflector announces it: each host is a VTEP of one network and has a number of MACs, each

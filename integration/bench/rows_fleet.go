@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // Rows about many VMs, or many objects of one.

@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // idle measures a daemon with 8 attached VMs, each connected to the next, all idle; the anchor is a daemon without

@@ -6,8 +6,8 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Two hosts are joined by a veth pair. Each has a vnicd network with a TAP and, beside it, a kernel bridge with a vxlan

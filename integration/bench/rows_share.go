@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // demand is a stream of WRITEs that advances when its owner calls feed, so that one thread can serve many streams.

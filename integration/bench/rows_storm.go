@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // storm is a set of QPs whose WRITEs of 8 bytes meet absent pages at the same time. Each QP has a page of one on-demand

@@ -11,8 +11,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // vhostFrames circulates 64-byte frames: DPDK's testpmd has two virtio ports (net_virtio_user) and forwards between

@@ -16,8 +16,9 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/integration/rig"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 const (
@@ -209,19 +210,19 @@ func (d *demo) programs(ctx context.Context, device string) (r result, err error
 
 // picture checks the web page of h1 during RDMA traffic and writes a screenshot of it, if a browser is installed.
 func (d *demo) picture(ctx context.Context, client, server lab.End) error {
-	if _, err := harness.FindBrowser(); err != nil {
+	if _, err := rig.FindBrowser(); err != nil {
 		step("no picture of the web page: %v", err)
 		return nil
 	}
 	step("the web page of h1 while ib_write_bw runs")
-	b, err := harness.NewBrowser(ctx, d.a.NS)
+	b, err := rig.NewBrowser(ctx, d.a.NS)
 	if err != nil {
 		return err
 	}
 	defer b.Close()
 	file := filepath.Join(d.Root, "build", "page.png")
-	stop := lab.Traffic(ctx, client, server)
-	if err := errors.Join(b.Window(ctx, 1280, 900, false), lab.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"),
+	stop := rig.Traffic(ctx, client, server)
+	if err := errors.Join(b.Window(ctx, 1280, 900, false), rig.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"),
 		b.Screenshot(ctx, file), stop()); err != nil {
 		return err
 	}

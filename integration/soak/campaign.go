@@ -13,7 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // campaign is one kind of attacker. An episode is a bounded attack whose choices come from rng alone. It returns an

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // party is an innocent VM, driven without a guest.

@@ -14,8 +14,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Two campaigns restart a daemon while it is attacked. Innocents lose their connections, by design, and nothing else:

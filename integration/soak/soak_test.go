@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/guestdrv"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 func TestGrown(t *testing.T) {

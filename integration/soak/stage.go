@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/device/frame/header"
-	"github.com/vnicd/vnicd/integration/harness"
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // stage is two hosts with a daemon each. Alice and Bob (h1) and Carol (h2) are innocent VMs of the network blue, whose

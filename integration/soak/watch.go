@@ -14,7 +14,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/lab"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // event is something that must not happen.

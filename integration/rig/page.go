@@ -1,4 +1,4 @@
-package lab
+package rig
 
 import (
 	"context"
@@ -7,11 +7,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // Traffic runs ib_write_bw between two ends until stop is called; stop returns the first error.
-func Traffic(ctx context.Context, client, server End) (stop func() error) {
+func Traffic(ctx context.Context, client, server lab.End) (stop func() error) {
 	end, done := make(chan struct{}), make(chan error, 1)
 	go func() {
 		for {
@@ -21,7 +21,7 @@ func Traffic(ctx context.Context, client, server End) (stop func() error) {
 				return
 			default:
 			}
-			if _, err := Perftest(ctx, client, server, "ib_write_bw", "-s 65536", "-D 5"); err != nil {
+			if _, err := lab.Perftest(ctx, client, server, "ib_write_bw", "-s 65536", "-D 5"); err != nil {
 				done <- err
 				return
 			}
@@ -33,7 +33,7 @@ func Traffic(ctx context.Context, client, server End) (stop func() error) {
 // WatchPage opens a daemon's web page while vms transfer data. It checks that the page draws them and that their rates
 // change, that the page reports no errors, and that it requests nothing from other origins. The last VM's details are
 // left open.
-func WatchPage(ctx context.Context, b *harness.Browser, where string, vms ...string) error {
+func WatchPage(ctx context.Context, b *Browser, where string, vms ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
 	if err := b.Open(ctx, where); err != nil {

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // StressPort is odpstress's TCP port.

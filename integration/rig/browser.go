@@ -1,4 +1,5 @@
-package harness
+// Package rig holds what only tests and the demo use beside a lab: a headless browser and a container with systemd.
+package rig
 
 import (
 	"bufio"
@@ -14,6 +15,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // browsers are the names of Chromium's executable, in order of preference.
@@ -51,7 +54,7 @@ type answer struct {
 }
 
 // NewBrowser starts a browser in the namespace. It must be closed.
-func NewBrowser(ctx context.Context, ns *Namespace) (*Browser, error) {
+func NewBrowser(ctx context.Context, ns *harness.Namespace) (*Browser, error) {
 	path, err := FindBrowser()
 	if err != nil {
 		return nil, err
@@ -69,7 +72,7 @@ func NewBrowser(ctx context.Context, ns *Namespace) (*Browser, error) {
 		return nil, err
 	}
 	b.in, b.out = in, out
-	argv := ns.argv([]string{path, "--headless", "--remote-debugging-pipe", "--user-data-dir=" + b.dir, "--no-sandbox",
+	argv := ns.Argv([]string{path, "--headless", "--remote-debugging-pipe", "--user-data-dir=" + b.dir, "--no-sandbox",
 		"--disable-gpu", "--disable-dev-shm-usage",
 		"--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
 		"--hide-scrollbars", "--force-color-profile=srgb"})

@@ -1,5 +1,5 @@
-// Package harness holds what the integration tests and the demo share: network namespaces as hosts, processes in them,
-// VMs, and common steps in guests.
+// Package harness holds the parts of which labs are made: network namespaces as hosts, processes in them, VMs, and
+// common steps in guests.
 //
 // Nothing here needs a *testing.T: functions return errors, and Close or Kill undoes what was created. Cleanup collects
 // such functions for programs other than tests.
@@ -71,8 +71,8 @@ func (ns *Namespace) Close() error {
 	return ns.err
 }
 
-// argv prefixes a command so that it runs in the namespace.
-func (ns *Namespace) argv(argv []string) []string {
+// Argv prefixes a command so that it runs in the namespace.
+func (ns *Namespace) Argv(argv []string) []string {
 	if ns == nil || ns.Name == "" {
 		return argv
 	}
@@ -81,7 +81,7 @@ func (ns *Namespace) argv(argv []string) []string {
 
 // Run runs a program in the namespace and returns its standard output.
 func (ns *Namespace) Run(ctx context.Context, argv ...string) (string, error) {
-	return command(ctx, ns.argv(argv)...)
+	return command(ctx, ns.Argv(argv)...)
 }
 
 // Shell runs a line of /bin/sh in the namespace and returns its standard output.
@@ -178,7 +178,7 @@ func (ns *Namespace) Start(log string, env []string, argv ...string) (*Process, 
 // start is Start with open files passed from descriptor 3 on. It closes the log.
 func (ns *Namespace) start(f *os.File, env []string, files []*os.File, argv ...string) (*Process, error) {
 	p := &Process{Log: f.Name(), name: strings.Join(argv, " "), done: make(chan struct{})}
-	full := ns.argv(argv)
+	full := ns.Argv(argv)
 	cmd := exec.Command(full[0], full[1:]...)
 	cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = f, f, files
 	cmd.Env = append(os.Environ(), env...)

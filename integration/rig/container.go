@@ -1,4 +1,4 @@
-package harness
+package rig
 
 import (
 	"bytes"
@@ -10,13 +10,15 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Container is a container with its own init (systemd), processes, mounts, control groups and host name, in a network
 // namespace. It shares this machine's kernel. Closing it discards everything written inside.
 type Container struct {
-	ns     *Namespace
-	proc   *Process
+	ns     *harness.Namespace
+	proc   *harness.Process
 	init   string // process id of its first process
 	cgroup string // below the mount point of cgroup2
 }
@@ -72,7 +74,7 @@ exec env -i container=vnicd TERM=dumb PATH=/usr/sbin:/usr/bin:/sbin:/bin /sbin/i
 // NewContainer starts the system in the directory root, which is not changed. dir is an existing empty directory; binds
 // (FROM=TO) make files of this machine visible inside, read-only. It returns when systemd reports that start-up is
 // complete.
-func NewContainer(ctx context.Context, ns *Namespace, root, dir string, binds ...string) (*Container, error) {
+func NewContainer(ctx context.Context, ns *harness.Namespace, root, dir string, binds ...string) (*Container, error) {
 	c := &Container{ns: ns, cgroup: ns.Name}
 	argv := append([]string{"unshare", "--mount", "--uts", "--ipc", "sh", "-ec", containerInit, "sh", root, dir, c.cgroup},
 		binds...)
@@ -144,6 +146,6 @@ func (c *Container) Close() error {
 	until find "$0" -depth -type d -exec rmdir {} + 2>/dev/null; do i=$((i + 1)); [ $i -lt 100 ] || exit 1; sleep 0.1; done
 }
 cd / && umount "$t" && rmdir "$t"`
-	_, err := command(context.Background(), "unshare", "--mount", "sh", "-c", clean, c.cgroup)
+	_, err := (&harness.Namespace{}).Run(context.Background(), "unshare", "--mount", "sh", "-c", clean, c.cgroup)
 	return err
 }

@@ -1,5 +1,5 @@
-// Package lab builds what the VM tests and `make demo` share: "hosts" (network namespaces with an underlay address and
-// a running vnicd) and VMs on them.
+// Package lab makes "hosts" (network namespaces with an underlay address and a running vnicd) and VMs on them, for the
+// VM tests, the demo and the benchmark.
 //
 // It uses only what a user has: the vnicd binary, its configuration file, its control socket, stock programs in the
 // guest.
@@ -20,7 +20,7 @@ import (
 
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/harness"
+	"github.com/vnicd/vnicd/lab/harness"
 )
 
 // Lab holds the images, the binary and the module, and cleans up.

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/lab"
 	"github.com/vnicd/vnicd/lab/harness"
@@ -94,6 +95,7 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Run)
+	l.Settings = ways.Config
 	l.KernelArgs = append(strings.Fields(*guestCmdline), harness.KernelArgs()...)
 	l.Complain = func(vm, what string) { t.Errorf("at the end of %s:\n%s", vm, what) }
 	return l, ctx

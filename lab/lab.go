@@ -18,7 +18,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/lab/harness"
 )
@@ -33,6 +32,9 @@ type Lab struct {
 	Share string
 	// KernelArgs are appended to the kernel command line of every VM.
 	KernelArgs []string
+	// Settings, if set, returns lines that are added to a host's configuration. A key that the configuration has must not
+	// be among them.
+	Settings func(configuration string) string
 	// Complain, if set, is called at the end of a VM with a debugging kernel if that reports a defect.
 	Complain func(vm, what string)
 
@@ -109,7 +111,11 @@ func (h *Host) RealWire() error {
 // Run writes the configuration (run-dir is added) and starts vnicd on the host. It returns when the daemon answers.
 func (h *Host) Run(ctx context.Context, yaml string) error {
 	path := filepath.Join(h.Dir, "vnicd.yaml")
-	text := fmt.Sprintf("host: %s\nrun-dir: %s\n%s%s", h.Name, h.Dir, ways.Config(yaml), yaml)
+	text := fmt.Sprintf("host: %s\nrun-dir: %s\n", h.Name, h.Dir)
+	if h.lab.Settings != nil {
+		text += h.lab.Settings(yaml)
+	}
+	text += yaml
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
 		return err
 	}

@@ -92,6 +92,16 @@ func TapArgs(ifname, id, mac string, mtu int) []string {
 	}
 }
 
+// hostTag is the tag of Config.HostShare, which vm-images/guest/files/usr/lib/vnicd/boot mounts.
+const hostTag = "host"
+
+func shareArgs(s Share, option string) []string {
+	return []string{
+		"-fsdev", fmt.Sprintf("local,id=%s,path=%s,security_model=none,%s", s.Tag, escape(s.Dir), option),
+		"-device", fmt.Sprintf("virtio-9p-pci,fsdev=%[1]s,mount_tag=%[1]s,romfile=", s.Tag),
+	}
+}
+
 // escape protects a value in QEMU's comma-separated options by doubling its commas.
 func escape(s string) string { return strings.ReplaceAll(s, ",", ",,") }
 
@@ -131,6 +141,13 @@ type NIC struct {
 	Gateway   netip.Addr
 }
 
+// Share is a host directory that the guest may read and write, as a 9p file system with the tag. The guest acts with
+// the rights of QEMU's user; ownership that QEMU may not set is ignored (security_model=none).
+type Share struct {
+	Tag string // 1 to 31 letters, digits and '-', unique in the VM; not "host"
+	Dir string // absolute path
+}
+
 // Config describes a VM. This package does not change it.
 type Config struct {
 	Images *Images
@@ -146,6 +163,7 @@ type Config struct {
 	NICs []NIC
 
 	HostShare  string   // host directory that the guest sees read-only as /host; "": none
+	Shares     []Share  // directories that the guest may mount
 	Netns      string   // named network namespace in which QEMU runs; "": the caller's
 	KernelArgs []string // more words for the kernel command line
 	ExtraArgs  []string // more arguments for QEMU
@@ -230,6 +248,18 @@ func (c *Config) Validate() error {
 			}
 		}
 	}
+	tags := map[string]bool{hostTag: true}
+	for _, s := range c.Shares {
+		switch {
+		case !validName(s.Tag) || len(s.Tag) > 31:
+			bad("share %q: expected a tag of 1 to 31 letters, digits and '-'", s.Tag)
+		case tags[s.Tag]:
+			bad("share %q: the tag is used twice", s.Tag)
+		case !filepath.IsAbs(s.Dir):
+			bad("share %q: directory %q: expected an absolute path", s.Tag, s.Dir)
+		}
+		tags[s.Tag] = true
+	}
 	for _, w := range c.KernelArgs {
 		if strings.ContainsAny(w, " \t\n\"") {
 			bad("kernel argument %q: expected one word", w)
@@ -304,9 +334,11 @@ func (c *Config) Args() []string {
 		"-device", "virtserialport,chardev=agent,name="+AgentPort,
 	)
 	if c.HostShare != "" {
-		a = append(a,
-			"-fsdev", fmt.Sprintf("local,id=host,path=%s,security_model=none,readonly=on", escape(c.HostShare)),
-			"-device", "virtio-9p-pci,fsdev=host,mount_tag=host,romfile=")
+		a = append(a, shareArgs(Share{Tag: hostTag, Dir: c.HostShare}, "readonly=on")...)
+	}
+	for _, s := range c.Shares {
+		// The directory may have file systems mounted in it.
+		a = append(a, shareArgs(s, "multidevs=remap")...)
 	}
 	for i, n := range c.NICs {
 		id := fmt.Sprintf("nic%d", i)

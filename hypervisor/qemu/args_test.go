@@ -22,6 +22,7 @@ func testConfig() Config {
 			{Tap: "tap0", MAC: "52:54:00:00:00:0b", IfName: "mgmt", Gateway: netip.MustParseAddr("10.1.0.1")},
 		},
 		HostShare:  "/src",
+		Shares:     []Share{{Tag: "work", Dir: "/home/a,b"}},
 		KernelArgs: []string{"vnicd.shell"},
 		ExtraArgs:  []string{"-S"},
 	}
@@ -48,6 +49,8 @@ func TestArgs(t *testing.T) {
 		"-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0",
 		"-fsdev", "local,id=host,path=/src,security_model=none,readonly=on",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag=host,romfile=",
+		"-fsdev", "local,id=work,path=/home/a,,b,security_model=none,multidevs=remap",
+		"-device", "virtio-9p-pci,fsdev=work,mount_tag=work,romfile=",
 		"-chardev", "socket,id=chr-nic0,path=/run/vm1.net,reconnect-ms=100",
 		"-netdev", "vhost-user,id=net-nic0,chardev=chr-nic0,queues=4",
 		"-device",

@@ -41,15 +41,22 @@ type Lab struct {
 	vms []*qemu.Machine // whose consoles were not searched
 }
 
-// New prepares images, binary and, on request, the kernel module; progress goes to log.
+// Open returns a lab with prepared images, which runs the binary vnicd. share is the directory with vnicd.ko; "": none.
+// The lab owns env.
+func Open(env *harness.Env, vnicd, share string) *Lab {
+	l := &Lab{Env: env, VNICD: vnicd, Share: share}
+	l.Add(func() { _ = env.Close() })
+	return l
+}
+
+// New is Open in the source tree: it prepares images and, on request, the kernel module, and finds the binary that
+// `make build` made. Progress goes to log.
 func New(ctx context.Context, log io.Writer, module bool) (*Lab, error) {
 	env, err := harness.Prepare(ctx, log)
 	if err != nil {
 		return nil, err
 	}
-	l := &Lab{Env: env}
-	l.Add(func() { _ = env.Close() })
-	l.VNICD = filepath.Join(env.Root, "build", "vnicd")
+	l := Open(env, filepath.Join(env.Root, "build", "vnicd"), "")
 	if _, err = os.Stat(l.VNICD); err != nil {
 		err = fmt.Errorf("no vnicd binary; run `make build` first: %w", err)
 	} else if module {
@@ -217,6 +224,8 @@ type VM struct {
 	Queues int
 	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.
 	Tap string
+	// Shares are directories that the guest may mount.
+	Shares []qemu.Share
 }
 
 // Config returns the QEMU configuration of a guest on h. The HCA's arguments come from `vnicd qemu-args`, so that the
@@ -237,7 +246,7 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 		v.MemoryMiB = 768
 	}
 	cfg := qemu.Config{Name: v.Name, CPUs: harness.CPUs(v.CPUs), MemoryMiB: harness.MemoryMiB(v.MemoryMiB),
-		HostShare: h.lab.Share, Netns: h.NS.Name, KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
+		HostShare: h.lab.Share, Shares: v.Shares, Netns: h.NS.Name, KernelArgs: slices.Concat(h.lab.KernelArgs, v.KernelArgs)}
 	if v.SwapMiB != 0 {
 		disk := filepath.Join(h.Dir, v.Name+".swap")
 		if err := makeSparse(disk, v.SwapMiB); err != nil {

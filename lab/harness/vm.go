@@ -18,25 +18,36 @@ import (
 // and grows with the machine's load.
 const BootTimeout = 10 * time.Minute
 
-// Env holds what booting VMs needs: artifacts, accelerator, source tree and a scratch directory.
+// Env holds what booting VMs needs: artifacts, accelerator and a scratch directory.
 type Env struct {
-	Root    string // source tree
+	Root    string // source tree; "" if Open was called without one
 	Builder *qemu.Builder
 	Images  *qemu.Images
 	Accel   qemu.Accel
 	Dir     string // short path under the system's temporary directory, holds sockets and logs
 }
 
-// Prepare finds the images, builds missing ones, and probes the accelerator. Progress goes to log (may be nil).
+// Prepare is Open with the recipes of the source tree that has the current directory. Progress goes to log (may be
+// nil).
 func Prepare(ctx context.Context, log io.Writer) (*Env, error) {
-	if os.Geteuid() != 0 {
-		return nil, errors.New("harness: VMs with network namespaces need root: run this with vm-images/rootless --net")
-	}
 	script, err := qemu.FindScript(".")
 	if err != nil {
 		return nil, err
 	}
-	e := &Env{Root: filepath.Dir(filepath.Dir(script)), Builder: &qemu.Builder{Script: script, Log: log}}
+	e, err := Open(ctx, &qemu.Builder{Script: script, Log: log})
+	if err == nil {
+		e.Root = filepath.Dir(filepath.Dir(script))
+	}
+	return e, err
+}
+
+// Open finds the images, builds missing ones, and probes the accelerator. The scratch directory is in $TMPDIR.
+func Open(ctx context.Context, b *qemu.Builder) (*Env, error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("harness: VMs with network namespaces need root: run this with vm-images/rootless --net")
+	}
+	e := &Env{Builder: b}
+	var err error
 	if e.Images, err = e.Builder.Build(ctx); err != nil {
 		return nil, err
 	}

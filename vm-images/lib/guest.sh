@@ -63,7 +63,7 @@ guest_recipe() {
 	mkdir -p "$root/host"
 	rm -rf "${root:?}"/boot/* "${root:?}"/var/cache/apt/* "${root:?}"/var/lib/apt/lists/*
 	: >"$root/etc/machine-id"
-	rm -f "$root/etc/resolv.conf" "$root/etc/hostname"
+	rm -f "$root"/etc/resolv.conf "$root"/etc/hostname "$root"/etc/ssh/ssh_host_* # keys would be the same in all guests
 	printf '127.0.0.1 localhost\n::1 localhost ip6-localhost\n' >"$root/etc/hosts"
 	passwd --root "$root" -d root
 	guest_initramfs "$root" "$kver" "$tmp"

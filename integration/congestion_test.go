@@ -6,9 +6,9 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/vnicd/vnicd/integration/wirefault"
 	"github.com/vnicd/vnicd/lab"
 	"github.com/vnicd/vnicd/lab/harness"
+	"github.com/vnicd/vnicd/lab/wirefault"
 )
 
 // TestCongestedRouter: programs of two hosts exchange large messages through a congested router that marks ECN-capable

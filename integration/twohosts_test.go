@@ -14,9 +14,9 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
-	"github.com/vnicd/vnicd/integration/wirefault"
 	"github.com/vnicd/vnicd/lab"
 	"github.com/vnicd/vnicd/lab/harness"
+	"github.com/vnicd/vnicd/lab/wirefault"
 )
 
 // The guests of all two-host tests.

@@ -1,6 +1,6 @@
-// Package wirefault is a wire with faults: it relays Ethernet frames between two interfaces and loses, reorders,
-// duplicates or marks a share of them. The build machine's kernel has neither netem nor a marking qdisc; here the
-// faults are also repeatable, by seed.
+// Package wirefault is a wire with faults: it relays Ethernet frames between two interfaces, delays them, and loses,
+// reorders, duplicates or marks a share of them. Many kernels, as those of virtual machines that build software, have
+// neither netem nor a marking qdisc; here the faults are also repeatable, by seed.
 package wirefault
 
 import (
@@ -9,8 +9,10 @@ import (
 	"math/rand"
 	"net"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -26,7 +28,17 @@ type Policy struct {
 	// Distance is the number of frames that overtake a reordered one (default 3).
 	Distance int
 	Seed     int64
+	// Delay is the time that all frames take. At most maxDelayed are on their way in one direction, others are dropped.
+	Delay time.Duration
+	// OneWay limits faults and delay to frames from a to b.
+	OneWay bool
 }
+
+// maxDelayed bounds the frames that are delayed in one direction. With an MTU of 1500 it is 140 MB/s at 100 ms.
+const maxDelayed = 10_000
+
+// lateTime is how long a reordered frame waits for those that overtake it.
+const lateTime = 5 * time.Millisecond
 
 // Counters count both directions of one relay.
 type Counters struct{ Frames, Dropped, Reordered, Duplicated, Marked atomic.Uint64 }
@@ -153,47 +165,91 @@ type held struct {
 	left  int
 }
 
+// delayed is a frame on its way.
+type delayed struct {
+	frame []byte
+	due   time.Time
+}
+
+// transmit sends a frame, as soon as the interface accepts it.
+func transmit(to int, f []byte) {
+	for {
+		err := unix.Send(to, f, 0)
+		if err != unix.EAGAIN && err != unix.ENOBUFS {
+			return
+		}
+		_, _ = unix.Poll([]unix.PollFd{{Fd: int32(to), Events: unix.POLLOUT}}, 10)
+	}
+}
+
+// timeout returns how long a relay may sleep, at most; nil: until a frame comes.
+func timeout(late []held, way []delayed) *unix.Timespec {
+	var d time.Duration
+	switch {
+	case len(way) > 0:
+		d = max(time.Until(way[0].due), 0)
+		if len(late) > 0 {
+			d = min(d, lateTime)
+		}
+	case len(late) > 0:
+		d = lateTime
+	default:
+		return nil
+	}
+	ts := unix.NsecToTimespec(int64(d))
+	return &ts
+}
+
 func (w *Wire) relay(from, to int, dir int64) {
 	rnd := rand.New(rand.NewSource(w.policy.Load().Seed*2 + dir))
 	buf := make([]byte, 65536+64)
 	var late []held
+	var way []delayed // in the order of their times
+	faulty := func(p *Policy) bool { return dir == 0 || !p.OneWay }
 	send := func(f []byte) {
-		for {
-			err := unix.Send(to, f, 0)
-			if err != unix.EAGAIN && err != unix.ENOBUFS {
-				return
-			}
-			_, _ = unix.Poll([]unix.PollFd{{Fd: int32(to), Events: unix.POLLOUT}}, 10)
+		p := w.policy.Load()
+		switch {
+		case len(way) == 0 && (p.Delay <= 0 || !faulty(p)):
+			transmit(to, f)
+		case len(way) < maxDelayed:
+			way = append(way, delayed{slices.Clone(f), time.Now().Add(p.Delay)})
+		default:
+			w.Dropped.Add(1)
 		}
 	}
+	last := time.Now() // of the frames received
 	for {
 		fds := []unix.PollFd{{Fd: int32(from), Events: unix.POLLIN}, {Fd: int32(w.stop), Events: unix.POLLIN}}
-		// Send held frames after a while even if none follow.
-		timeout := -1
-		if len(late) > 0 {
-			timeout = 5
-		}
-		n, err := unix.Poll(fds, timeout)
+		n, err := unix.Ppoll(fds, timeout(late, way), nil)
 		if err != nil && err != unix.EINTR {
 			return
 		}
 		if fds[1].Revents != 0 {
 			return
 		}
-		if n == 0 {
-			for _, h := range late {
-				send(h.frame)
+		now := time.Now()
+		for len(way) > 0 && !way[0].due.After(now) {
+			transmit(to, way[0].frame)
+			way = way[1:]
+		}
+		if n <= 0 {
+			// Held frames are sent after a while even if none follow.
+			if now.Sub(last) >= lateTime {
+				for _, h := range late {
+					send(h.frame)
+				}
+				late = late[:0]
 			}
-			late = late[:0]
 			continue
 		}
 		k, _, err := unix.Recvfrom(from, buf, 0)
 		if err != nil {
 			continue
 		}
+		last = now
 		w.Frames.Add(1)
 		frame, p := buf[:k], w.policy.Load()
-		if isUDP(frame) {
+		if isUDP(frame) && faulty(p) {
 			if rnd.Intn(1000) < p.Drop {
 				w.Dropped.Add(1)
 				continue

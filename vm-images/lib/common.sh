@@ -136,7 +136,7 @@ cache_clean() {
 	cache_check
 	need_root "cleaning the cache"
 	local d
-	for d in "$CACHE"/{qemu,kernel,guest,module,container,host}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
+	for d in "$CACHE"/{qemu,kernel,guest,module,container,host,lab}-* "$CACHE"/.lock-* "$CACHE"/accel-*; do
 		[[ -e $d ]] && rm -rf --one-file-system "$d"
 	done
 	rm -rf --one-file-system "$CACHE/log"

@@ -5,11 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
+	"github.com/vnicd/vnicd/lab/cluster"
 )
 
 // DefaultConfig is the default path of the configuration.
@@ -48,6 +51,13 @@ type app struct {
 func Main(version string, args []string, stdout, stderr io.Writer) int {
 	if status, is := worker.Main(workers, args); is {
 		return status
+	}
+	if slices.Equal(args, labServe) {
+		if err := cluster.Serve(os.Stdin, stdout, stderr); err != nil {
+			fmt.Fprintf(stderr, "vnicd: lab: %s\n", err)
+			return exitFailure
+		}
+		return exitOK
 	}
 	a := &app{version: version, out: stdout, err: stderr}
 	root := a.rootCmd()
@@ -95,7 +105,7 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig, "configuration `file`")
 	root.AddCommand(a.runCmd(), a.reloadCmd(), a.upgradeCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
 		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(), a.captureCmd(),
-		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd())
+		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd(), a.labCmd())
 	addHelp(root, "")
 	root.SetOut(a.out)
 	root.SetErr(a.err)

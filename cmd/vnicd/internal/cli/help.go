@@ -28,6 +28,32 @@ var helps = map[string]help{
 	"backend":     {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},
 	"capture":     {"", "vnicd capture vm1 -w - | wireshark -k -i -\nvnicd capture vtep -n 1000 -w tunnels.pcapng"},
 
+	"lab": {"", "vnicd lab run -- ibv_devinfo"},
+	"lab run": {`The current directory is mounted in all VMs under the same path, where CMD runs as root. The
+VMs reach each other by name (vm1, vm2, ...) and by ssh without a password. Their programs are
+those of Debian with rdma-core, perftest, libfabric and UCX; --packages adds others.
+
+CMD and what it starts by ssh have in their environment:
+
+VNICD_LAB_HOSTS      the VMs' names, separated by commas
+VNICD_LAB_ADDRESSES  their IP addresses, likewise
+VNICD_LAB_SIZE       their number
+VNICD_LAB_RANK       number of this VM, from 0
+
+The first run builds the VMs' images, for minutes and with the network; they are kept in
+$VNICD_CACHE [~/.cache/vnicd]. An ordinary user needs user namespaces and Debian's uidmap.
+
+If CMD or the lab fails, --logs DIR gets the daemons' logs, the VMs' kernel logs and consoles,
+and the beginning of each host's traffic on the underlay as pcapng.
+
+Exit status: that of CMD; with --each the first one that is not 0; 125 if the lab fails, 2 if
+the command line is wrong, 128 plus the signal's number after an interrupt.`,
+		"vnicd lab run -- sh -c 'ib_write_bw & sleep 1; ssh vm2 ib_write_bw vm1'\n" +
+			"vnicd lab run --packages openmpi-bin -- mpirun --allow-run-as-root --host vm1,vm2 hostname\n" +
+			"vnicd lab run --each --loss 1% --delay 1ms --logs lab-logs -- ./run-tests"},
+	"lab shell": {`Like "vnicd lab run", with a login shell in place of CMD. The lab ends with the shell.`,
+		"vnicd lab shell --vms-per-host 2"},
+
 	"network":      {"", "vnicd network\nvnicd network add green vni 200 peer 192.0.2.2"},
 	"network show": {"Without NAME: all networks.", "vnicd network show blue"},
 	"network add": {`vni          VXLAN network identifier, 1 to 16777215

@@ -1,0 +1,67 @@
+package cli
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+)
+
+// TestLabUsage: mistakes in the command line of a lab are found before anything is built, and are named all together.
+func TestLabUsage(t *testing.T) {
+	t.Chdir(t.TempDir())
+	for _, x := range []struct {
+		args []string
+		want []string
+	}{
+		{[]string{"run"}, []string{"requires at least 1 arg", "vnicd lab run [flags] -- CMD"}},
+		{[]string{"shell", "ls"}, []string{"unknown command"}},
+		{[]string{"run", "--loss", "5", "--hosts", "0", "--", "true"}, []string{`--loss: loss "5": want a percentage`,
+			"--hosts 0: want 1 to 16"}},
+		{[]string{"run", "--delay", "5", "true"}, []string{"--delay", "missing unit"}},
+		{[]string{"run", "--kernel", "5.4", "true"}, []string{"want 6.1, 6.12, 7.x"}},
+		{[]string{"run", "--packages", "gdb;x", "true"}, []string{`--packages "gdb;x": want names of Debian packages`}},
+		{[]string{"run", "-e", "1A=2", "true"}, []string{"want NAME=VALUE"}},
+	} {
+		var out, errOut strings.Builder
+		if code := Main("test", append([]string{"lab"}, x.args...), &out, &errOut); code != exitUsage {
+			t.Errorf("%q: status %d, want %d", x.args, code, exitUsage)
+		}
+		for _, want := range x.want {
+			if !strings.Contains(errOut.String(), want) {
+				t.Errorf("%q: no %q in %q", x.args, want, errOut.String())
+			}
+		}
+	}
+}
+
+// TestLabFlags: flags of the command are not those of the lab; variables without a value have that of this process.
+func TestLabFlags(t *testing.T) {
+	t.Chdir(t.TempDir())
+	t.Setenv("B", "x y")
+	var f labFlags
+	var command []string
+	c := &cobra.Command{Use: "run", RunE: func(_ *cobra.Command, argv []string) error { command = argv; return nil }}
+	c.Flags().SetInterspersed(false)
+	f.add(c)
+	c.SetArgs(strings.Fields("--loss 0.5% --delay 2ms -e A=1 -e B --packages gdb,strace --logs logs ls -l --hosts x"))
+	if err := c.Execute(); err != nil {
+		t.Fatal(err)
+	}
+	o, err := f.complete()
+	if err != nil || o.Loss != 0.5 || o.Delay.Milliseconds() != 2 || !slices.Equal(o.Env, []string{"A=1", "B=x y"}) ||
+		!slices.Equal(o.Packages, []string{"gdb", "strace"}) || o.Logs != o.Dir+"/logs" ||
+		!slices.Equal(command, []string{"ls", "-l", "--hosts", "x"}) {
+		t.Errorf("%+v, %q, %v", o, command, err)
+	}
+}
+
+// TestLabServeAlone: what runs in a lab's namespaces refuses to run elsewhere, where it would change the machine.
+func TestLabServeAlone(t *testing.T) {
+	var out, errOut strings.Builder
+	if code := Main("test", labServe, &out, &errOut); code != exitFailure ||
+		!strings.Contains(errOut.String(), "part of `vnicd lab run`") {
+		t.Errorf("status %d: %s", code, errOut.String())
+	}
+}

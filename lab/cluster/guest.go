@@ -115,7 +115,7 @@ SetEnv%[4]s
 func (c *cluster) setUp(ctx context.Context, v *vm) error {
 	vms := vmsOf(c.plan)
 	files := map[string][]byte{
-		guestKeys + "/sshd_config": []byte(server(environment(vms, v.vmPlan))),
+		guestKeys + "/sshd_config": []byte(server(environment(c.Dir, vms, v.vmPlan))),
 		guestClient:                []byte(client(guestKeys)),
 	}
 	for _, name := range []string{userKey, hostKey, authorized, knownHosts} {

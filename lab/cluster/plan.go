@@ -83,7 +83,7 @@ func vmsOf(ps []hostPlan) (vms []vmPlan) {
 }
 
 // environment returns the variables that tell a program in a VM of its place among all.
-func environment(vms []vmPlan, v vmPlan) []string {
+func environment(dir string, vms []vmPlan, v vmPlan) []string {
 	var names, addrs []string
 	for _, o := range vms {
 		names, addrs = append(names, o.name), append(addrs, o.addr.Addr().String())
@@ -93,5 +93,6 @@ func environment(vms []vmPlan, v vmPlan) []string {
 		"VNICD_LAB_ADDRESSES=" + strings.Join(addrs, ","),
 		"VNICD_LAB_RANK=" + strconv.Itoa(v.rank),
 		"VNICD_LAB_SIZE=" + strconv.Itoa(len(vms)),
+		"VNICD_LAB_DIR=" + dir,
 	}
 }

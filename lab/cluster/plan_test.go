@@ -61,12 +61,13 @@ vms:
 func TestEnvironment(t *testing.T) {
 	vms := vmsOf(plan(2, 1))
 	want := []string{"VNICD_LAB_HOSTS=vm1,vm2", "VNICD_LAB_ADDRESSES=10.77.0.1,10.77.0.2", "VNICD_LAB_RANK=1",
-		"VNICD_LAB_SIZE=2"}
-	got := environment(vms, vms[1])
+		"VNICD_LAB_SIZE=2", "VNICD_LAB_DIR=/home/it's a"}
+	got := environment("/home/it's a", vms, vms[1])
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}
-	if s := server(got); !strings.Contains(s, `SetEnv "VNICD_LAB_HOSTS=vm1,vm2" "VNICD_LAB_ADDRESSES=`) {
+	if s := server(got); !strings.Contains(s, `SetEnv "VNICD_LAB_HOSTS=vm1,vm2" "VNICD_LAB_ADDRESSES=`) ||
+		!strings.Contains(s, ` "VNICD_LAB_DIR=/home/it's a"`) {
 		t.Errorf("the variables are not in the configuration of sshd:\n%s", s)
 	}
 }

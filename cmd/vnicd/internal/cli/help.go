@@ -39,6 +39,7 @@ VNICD_LAB_HOSTS      the VMs' names, separated by commas
 VNICD_LAB_ADDRESSES  their IP addresses, likewise
 VNICD_LAB_SIZE       their number
 VNICD_LAB_RANK       number of this VM, from 0
+VNICD_LAB_DIR        the directory; ssh begins in the home directory
 
 The first run builds the VMs' images, for minutes and with the network; they are kept in
 $VNICD_CACHE [~/.cache/vnicd]. An ordinary user needs user namespaces and Debian's uidmap.

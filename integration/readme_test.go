@@ -201,7 +201,11 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	},
 	"vnicd check": asIs,
 	// TestUpgradeKept and TestHandover run it; here the service runs.
-	"vnicd run --keep":  func(u *user, t *testing.T, command string) { u.run(t, command+" --help") },
+	"vnicd run --keep": func(u *user, t *testing.T, command string) { u.run(t, command+" --help") },
+	// TestLabCommand runs it; this machine cannot build images.
+	"vnicd lab run -- CMD": func(u *user, t *testing.T, command string) {
+		u.run(t, strings.Replace(command, "-- CMD", "--help", 1))
+	},
 	"sudo vnicd reload": asIs,
 	"vnicd connection":  asIs,
 	"vnicd network|vm|fdb|neigh --help": func(u *user, t *testing.T, command string) {

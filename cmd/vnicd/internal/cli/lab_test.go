@@ -1,11 +1,14 @@
 package cli
 
 import (
+	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
 )
 
 // TestLabUsage: mistakes in the command line of a lab are found before anything is built, and are named all together.
@@ -63,5 +66,36 @@ func TestLabServeAlone(t *testing.T) {
 	if code := Main("test", labServe, &out, &errOut); code != exitFailure ||
 		!strings.Contains(errOut.String(), "part of `vnicd lab run`") {
 		t.Errorf("status %d: %s", code, errOut.String())
+	}
+}
+
+// TestLabExamples: the files for CI are YAML, and their labs have valid options.
+func TestLabExamples(t *testing.T) {
+	line := regexp.MustCompile(`(?m)^[ -]*(?:run: )?vnicd lab run (.*)$`)
+	for _, name := range []string{"github-actions.yml", "gitlab-ci.yml"} {
+		text, err := os.ReadFile("../../../../docs/lab/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var parsed map[string]any
+		if err := yaml.Unmarshal(text, &parsed); err != nil || len(parsed) == 0 {
+			t.Errorf("%s: %v", name, err)
+		}
+		labs := line.FindAllSubmatch(text, -1)
+		if len(labs) != 1 {
+			t.Fatalf("%s runs %d labs, want one", name, len(labs))
+		}
+		var f labFlags
+		c := &cobra.Command{RunE: func(_ *cobra.Command, argv []string) error {
+			if _, err := f.complete(); err != nil || len(argv) == 0 || f.logs == "" {
+				t.Errorf("%s: %q: %v", name, labs[0][1], err)
+			}
+			return nil
+		}}
+		f.add(c)
+		c.SetArgs(strings.Fields(string(labs[0][1])))
+		if err := c.Execute(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
+	"time"
 )
 
 // ErrNotBuilt reports that vm-images has not been built, or that its recipes changed since.
@@ -34,6 +36,10 @@ type Builder struct {
 	Script string    // path of vm-images/build
 	Env    []string  // added to the process's environment: RELEASE=, PACKAGES=
 	Log    io.Writer // progress and compiler messages; nil: dropped
+	// OwnGroup runs the script in a process group of its own, which is killed when the context ends. An interrupt from the
+	// terminal then does not reach the script, so the caller must end the context. Without it only the script itself is
+	// killed.
+	OwnGroup bool
 }
 
 // FindScript looks for vm-images/build in dir and its parents: a test runs in its package's directory.
@@ -120,6 +126,11 @@ func (b *Builder) run(ctx context.Context, args ...string) ([]byte, error) {
 	cmd.Stderr = tail
 	if b.Log != nil {
 		cmd.Stderr = io.MultiWriter(tail, b.Log)
+	}
+	if b.OwnGroup {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+		cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+		cmd.WaitDelay = 30 * time.Second
 	}
 	if err := cmd.Run(); err != nil {
 		return nil, fmt.Errorf("qemu: %s %s: %w: %s", b.Script, strings.Join(args, " "), err,

@@ -93,7 +93,7 @@ func compile(ctx context.Context, b *qemu.Builder, source fs.FS, dir string) err
 
 // builder returns the builder of the cluster's images.
 func (s *Spec) builder(log io.Writer) *qemu.Builder {
-	return &qemu.Builder{Script: filepath.Join(s.Recipes, "build"), Env: s.imageEnv(), Log: log}
+	return &qemu.Builder{Script: filepath.Join(s.Recipes, "build"), Env: s.imageEnv(), Log: log, OwnGroup: true}
 }
 
 // imageEnv returns the variables that choose the images.

@@ -7,7 +7,10 @@
 //	l, err := rstream.Listen(m, 80, rstream.Config{})
 //	err = http.Serve(l, handler)
 //
-//	guest: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so curl http://10.0.0.5/
+//	guest: LD_PRELOAD=/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so PROGRAM http://10.0.0.5/
+//
+// That library takes a program's sockets if their type is SOCK_STREAM alone (rdma-core 56): with SOCK_CLOEXEC or
+// SOCK_NONBLOCK in it, as Python has, they stay with TCP.
 //
 // A client uses Dial, or as http.Transport.DialContext a function that calls it.
 //

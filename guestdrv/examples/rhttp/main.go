@@ -3,7 +3,9 @@
 // shows package rstream.
 //
 //	host:   rhttp -socket /run/vnicd/app.hca -address 10.0.0.5 -dir /srv
-//	guest:  LD_PRELOAD=/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so curl http://10.0.0.5:8080/file
+//	guest:  LD_PRELOAD=/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so PROGRAM http://10.0.0.5:8080/file
+//
+// Package rstream says which programs the library can serve.
 //
 // With URLs as arguments it gets them, and writes what they have to its standard output.
 package main

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"sync"
 	"testing"
 
@@ -439,13 +440,16 @@ func TestPeerGone(t *testing.T) {
 	}
 }
 
-// A thousand connections opened and closed, many at once, leave nothing behind.
-func TestThousand(t *testing.T) {
+var connections = flag.Int("connections", 1000, "of TestManyConnections")
+
+// Many connections opened and closed, several at once, leave nothing behind.
+func TestManyConnections(t *testing.T) {
 	r := rig.New(t, 2)
 	a, b := open(t, r, 0, rdmacm.Config{}), open(t, r, 1, rdmacm.Config{})
 	l := b.listen(t, 0)
 	before := []rig.Objects{a.h.Objects(), b.h.Objects()}
-	const workers, each = 8, 125
+	const workers = 8
+	each := *connections / workers
 	var wg sync.WaitGroup
 	for range workers {
 		wg.Go(func() {

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -33,6 +34,8 @@ var (
 		"file of results: tests of continuity that pass append to it, and do only what it lacks")
 	series = flag.Duration("outlive.for", 0,
 		"the time after which each TestOutlive ends its programs and compares; 0: once all events have happened")
+	burst = flag.Int("outlive.burst", 1,
+		"kills or upgrades that follow each other as soon as vnicd is back, before TestOutlive looks at the programs")
 	pairs = flag.Int("outlive.pairs", 100, "queue pairs of the workload counters")
 )
 
@@ -176,9 +179,10 @@ func rest(n int) {
 	}
 }
 
-// pause pauses one VM, the other, or both, for a second or more.
+// pause pauses one VM, the other, or both, for a second or more: as often for less than the root of the longest pause
+// as for more.
 func pause(ctx context.Context, t *testing.T, s *stand, n int) {
-	d := time.Second + rand.N(max(*longest-time.Second, 1))
+	d := time.Duration(float64(time.Second) * math.Pow(max(longest.Seconds(), 1), rand.Float64()))
 	paused := [][]*qemu.Machine{s.vms[:1], s.vms[1:], s.vms}[n%3]
 	for _, m := range paused {
 		check(t, m.QMP().Run(ctx, "stop", nil, nil))
@@ -198,8 +202,20 @@ type result struct {
 	Lost                   *int   `json:",omitempty"` // echo requests
 }
 
+// resumed waits until the vnicds have resumed all devices.
+func (s *stand) resumed(ctx context.Context, t *testing.T) {
+	t.Helper()
+	for _, h := range s.hosts {
+		eventually(ctx, t, h.Name+" has resumed all devices", func() bool {
+			status, err := h.Status(ctx)
+			return err == nil && status["continued"].(map[string]any)["pending"].(float64) == 0
+		})
+	}
+}
+
 // outlive runs workloads, whose names list has, through events. All programs must work again after each; after four of
-// five only those that measure, so that the next event finds the others in whatever state the last has left them.
+// five only those that measure, so that the next event finds the others in whatever state the last has left them. In a
+// burst (-outlive.burst) nothing is waited for but vnicd, up to two seconds more, and its last event.
 func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *stand, list string, events ...event) {
 	l, ctx := newLab(t)
 	var all []result // of this test, those of earlier runs first
@@ -249,11 +265,18 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 	for _, e := range events {
 		for n := done(e); n < *e.times && (*series == 0 || time.Since(begin) < *series) && !t.Failed(); n++ {
 			r := result{Test: t.Name(), Event: e.name, Workloads: list, Version: version}
-			if n%10 == 0 || e.name == "pause" {
-				before, r.Between, _ = work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
-			}
 			if e.name == "kill" {
 				rest(n)
+			}
+			if e.name != "pause" && (n+1)%*burst != 0 && n < *e.times-2 {
+				e.run(ctx, t, s, n)
+				s.resumed(ctx, t)
+				time.Sleep(rand.N(2 * time.Second))
+				all = append(all, r)
+				continue
+			}
+			if n%10 == 0 || e.name == "pause" {
+				before, r.Between, _ = work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
 			}
 			began := time.Now()
 			if _, m := s.victim(n); e.name != "pause" && n >= *e.times-2 {
@@ -265,19 +288,22 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 			}
 			took := time.Since(began)
 			watched := ps
-			if quick := measured(ps); len(quick) > 0 && n%5 != 4 && n < *e.times-2 {
+			if quick := measured(ps); len(quick) > 0 && (n+1) / *burst % 5 != 0 && n < *e.times-2 {
 				watched = quick
 			}
 			after, silent, last := work(ctx, t, watched, fmt.Sprintf("after %s %d", e.name, n))
-			r.Silence = silent
+			if r.Silence = silent; *burst > 1 {
+				r.Silence = nil // of the whole burst
+			}
 			for p, o := range after {
 				if o.faults != before[p].faults && e.name != "pause" {
 					t.Errorf("%s %d: %s: %s errors that were recovered from, %s before", e.name, n, p.name, o.faults, before[p].faults)
 				}
 			}
 			if now := lostPings(t, after); now >= 0 {
-				now -= lostPings(t, before)
-				r.Lost = &now
+				if now -= lostPings(t, before); *burst == 1 {
+					r.Lost = &now
+				}
 			}
 			maps.Copy(before, after)
 			t.Logf("%s %d: %.1f s, all work again after %.1f s (last:%s), silence %v ms, lost echo requests: %s", e.name, n,

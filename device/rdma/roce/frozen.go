@@ -66,11 +66,11 @@ func (q *QP) ReceiveFrozen(now int64, p *wire.RoCE) {
 }
 
 // acknowledgeFrozen answers a SEND or WRITE that was executed before the pause. An acknowledgement must not name or
-// overtake the response of a READ or atomic that has not been sent.
+// overtake the response of a READ or atomic that has not been sent. What another process has sent is not known yet.
 func (q *QP) acknowledgeFrozen(psn uint64) {
 	r := &q.resp
 	if r.pending > 0 {
-		if o := r.oldestPending(); o.behindSend && psn < o.first {
+		if o := r.oldestPending(); !q.frozen.moved && o.acknowledges(psn) {
 			q.sendAck(wire.NoCredits, o.first-1)
 		}
 		return

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/frame/header"
+	"github.com/vnicd/vnicd/device/rdma/record"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
@@ -181,4 +182,70 @@ func TestAtomicWriteStoredBefore(t *testing.T) {
 	same(t, "memory", mem.buf[8:16], []byte("the next"))
 	only := func(psn uint32) resp { return resp{wire.OpRCReadResponseOnly, psn, wire.NoCredits} }
 	b.wantResp(sent, only(0), only(1), only(2))
+}
+
+// In the midst of a READ's responses no earlier request is acknowledged: Linux rxe would take that for the end of its
+// READ, and fail at the next response. A repetition that was on its way may ask for it: during a pause, while the READ
+// waits for a page, and after a kill, when nobody knows what the killed process has sent since its last commit.
+func TestNoAckWithinRead(t *testing.T) {
+	const page = 0x1000
+	write := craft{op: wire.OpRCWriteOnly, psn: 10, ack: true, key: 2, va: 0x8000, length: 4, data: []byte("data")}
+	read := craft{op: wire.OpRCReadRequest, psn: 11, key: 2, va: page - 2048, length: 4096} // 11..14
+	r := func(op wire.Opcode, psn uint32) resp { return resp{op, psn, wire.NoCredits} }
+	first, mid := r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12)
+	rest := []resp{r(wire.OpRCReadResponseMid, 13), r(wire.OpRCReadResponseLast, 14), ackOf(10)}
+	begin := func(t *testing.T, absent ...uint64) (*fabric, *node, *[]wire.RoCE) {
+		o := opts()
+		o.mtu, o.psnA = 3, 10 // 1024 bytes
+		f, b, sent := lone(t, o)
+		b.reg(2, 0, 1<<16, allAccess)
+		b.stuck(absent...)
+		b.waits = true
+		b.inject(write)
+		b.wantResp(sent, ackOf(10))
+		b.inject(read)
+		return f, b, sent
+	}
+	frozen := func(f *fabric, b *node, c craft) {
+		fr := b.frame(c)
+		if err := wire.ParseRoCE(fr, header.Locate(fr), &f.p); err != nil {
+			f.t.Fatal(err)
+		}
+		b.q.ReceiveFrozen(f.now, &f.p)
+	}
+	t.Run("page", func(t *testing.T) {
+		_, b, sent := begin(t, page)
+		b.wantResp(sent, first, mid)
+		b.inject(write)
+		b.wantResp(sent)
+		b.answer(Responder, true)
+		b.wantResp(sent, rest...)
+	})
+	t.Run("pause", func(t *testing.T) {
+		f, b, sent := begin(t)
+		b.q.Run(f.now, 4) // budget for two responses
+		b.q.Freeze(f.now)
+		frozen(f, b, write)
+		b.q.Thaw(f.now)
+		b.inject(write)
+		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
+	})
+	t.Run("kill", func(t *testing.T) {
+		f, b, sent := begin(t, page-2048)
+		b.wantResp(sent)
+		w := record.Writer().Of(4)
+		b.q.Journal(w, f.now)
+		if err := b.adoptFrom(record.Reader(w.Bytes()).Of(4)); err != nil {
+			t.Fatal(err)
+		}
+		b.busy, b.open = [2]bool{}, [2]func(bool){}
+		frozen(f, b, write)
+		b.q.Revived(0)
+		b.q.Thaw(f.now)
+		b.runAll()
+		b.inject(write)
+		b.wantResp(sent)
+		b.answer(Responder, true)
+		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
+	})
 }

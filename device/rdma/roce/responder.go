@@ -73,8 +73,8 @@ type resource struct {
 	length            uint64
 	value             uint64
 	op                wire.Operation
-	behindSend        bool // the PSN before first is that of a SEND or WRITE
-	ackDue            bool // ... which is to be acknowledged if this resource must wait
+	behindSend        bool // the PSN before first is that of a SEND or WRITE, and may be acknowledged while this waits
+	ackDue            bool // ... which is to be done
 	pending           bool
 }
 
@@ -116,7 +116,8 @@ const maxStored = 1 << 16
 
 // Revived says that q continues what a killed process has left. stored: that process had stored the data of WRITEs
 // before this PSN, as it told the adapter (Memory.Stored); what is not plausible has no effect. It may also have sent
-// any response since its last commit, whose receiver goes on at once, and any request.
+// any response since its last commit, whose receiver goes on at once, and any request. So no request before a READ is
+// acknowledged while that READ waits (see acknowledges).
 func (q *QP) Revived(stored uint64) {
 	if q.typ != RC { // others repeat nothing
 		return
@@ -126,7 +127,9 @@ func (q *QP) Revived(stored uint64) {
 	}
 	q.req.revived = true
 	for i := range q.resp.resources {
-		q.resp.resources[i].sentEnd = q.resp.resources[i].end
+		r := &q.resp.resources[i]
+		r.sentEnd = r.end
+		r.behindSend, r.ackDue = false, false
 	}
 }
 

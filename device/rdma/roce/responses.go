@@ -185,8 +185,8 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
 		q.resp.ackPending = true
 		if q.resp.pending > 0 {
-			if r := q.resp.oldestPending(); psn < r.first {
-				r.ackDue = r.behindSend
+			if r := q.resp.oldestPending(); r.acknowledges(psn) {
+				r.ackDue = true
 			}
 		}
 		q.wake()
@@ -235,6 +235,11 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	r.start, r.next, r.stop = psn, psn, stop
 	q.queueResponses(r)
 }
+
+// acknowledges reports whether request psn, a SEND or WRITE, may be acknowledged before the responses of r, the oldest
+// that has some to send. In the midst of them it may not: Linux rxe (6.12) takes an ACK of earlier requests for the end
+// of its READ, and the next response, which is then out of sequence, ends the connection.
+func (r *resource) acknowledges(psn uint64) bool { return r.behindSend && psn < r.first && r.next == r.start }
 
 // queueResponses makes Run send the responses of r from next on.
 func (q *QP) queueResponses(r *resource) {

@@ -70,7 +70,7 @@ func (q *QP) ReceiveFrozen(now int64, p *wire.RoCE) {
 func (q *QP) acknowledgeFrozen(psn uint64) {
 	r := &q.resp
 	if r.pending > 0 {
-		if o := r.oldestPending(); !q.frozen.moved && o.acknowledges(psn) {
+		if o := r.oldestPending(); !q.frozen.moved && o.behindSend && psn < o.first && o.next == o.start {
 			q.sendAck(wire.NoCredits, o.first-1)
 		}
 		return
@@ -134,8 +134,14 @@ func (q *QP) Thaw(now int64) {
 	}
 	switch {
 	case f.refused:
-		if q.state >= RTR && q.state != Err && q.resp.epsn-q.resp.ackPSN < psnHalf/2 {
-			q.resp.ackPending = true
+		r := &q.resp
+		// Of a READ that is the newest request the peer may have a part, and may have asked for the rest.
+		withinRead := f.moved && !r.peerSelective && r.ackPSN+1 < r.epsn
+		if q.state >= RTR && q.state != Err && r.epsn-r.ackPSN < psnHalf/2 && !withinRead {
+			r.ackPending = true
+			if r.pending > 0 {
+				r.acknowledgeBy(r.oldestPending())
+			}
 			q.wake()
 		}
 	case f.arrivals > 0:

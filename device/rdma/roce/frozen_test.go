@@ -186,14 +186,15 @@ func TestAtomicWriteStoredBefore(t *testing.T) {
 
 // In the midst of a READ's responses no earlier request is acknowledged: Linux rxe would take that for the end of its
 // READ, and fail at the next response. A repetition that was on its way may ask for it: during a pause, while the READ
-// waits for a page, and after a kill, when nobody knows what the killed process has sent since its last commit.
+// waits for a page, and after a kill, when nobody knows what the killed process has sent since its last commit. Nor is
+// there an ACK behind responses, which acknowledge by themselves.
 func TestNoAckWithinRead(t *testing.T) {
 	const page = 0x1000
 	write := craft{op: wire.OpRCWriteOnly, psn: 10, ack: true, key: 2, va: 0x8000, length: 4, data: []byte("data")}
 	read := craft{op: wire.OpRCReadRequest, psn: 11, key: 2, va: page - 2048, length: 4096} // 11..14
 	r := func(op wire.Opcode, psn uint32) resp { return resp{op, psn, wire.NoCredits} }
 	first, mid := r(wire.OpRCReadResponseFirst, 11), r(wire.OpRCReadResponseMid, 12)
-	rest := []resp{r(wire.OpRCReadResponseMid, 13), r(wire.OpRCReadResponseLast, 14), ackOf(10)}
+	rest := []resp{r(wire.OpRCReadResponseMid, 13), r(wire.OpRCReadResponseLast, 14)}
 	begin := func(t *testing.T, absent ...uint64) (*fabric, *node, *[]wire.RoCE) {
 		o := opts()
 		o.mtu, o.psnA = 3, 10 // 1024 bytes
@@ -221,6 +222,13 @@ func TestNoAckWithinRead(t *testing.T) {
 		b.answer(Responder, true)
 		b.wantResp(sent, rest...)
 	})
+	t.Run("repeated", func(t *testing.T) {
+		_, b, sent := begin(t)
+		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
+		b.inject(write)
+		b.inject(read)
+		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
+	})
 	t.Run("pause", func(t *testing.T) {
 		f, b, sent := begin(t)
 		b.q.Run(f.now, 4) // budget for two responses
@@ -230,15 +238,18 @@ func TestNoAckWithinRead(t *testing.T) {
 		b.inject(write)
 		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
 	})
-	t.Run("kill", func(t *testing.T) {
-		f, b, sent := begin(t, page-2048)
-		b.wantResp(sent)
+	moved := func(t *testing.T, b *node) {
 		w := record.Writer().Of(4)
-		b.q.Journal(w, f.now)
+		b.q.Journal(w, b.f.now)
 		if err := b.adoptFrom(record.Reader(w.Bytes()).Of(4)); err != nil {
 			t.Fatal(err)
 		}
 		b.busy, b.open = [2]bool{}, [2]func(bool){}
+	}
+	t.Run("kill", func(t *testing.T) {
+		f, b, sent := begin(t, page-2048)
+		b.wantResp(sent)
+		moved(t, b)
 		frozen(f, b, write)
 		b.q.Revived(0)
 		b.q.Thaw(f.now)
@@ -248,4 +259,22 @@ func TestNoAckWithinRead(t *testing.T) {
 		b.answer(Responder, true)
 		b.wantResp(sent, append([]resp{first, mid}, rest...)...)
 	})
+	for _, vnicd := range []bool{false, true} { // which is not confused, and may wait after an RNR NAK
+		t.Run(fmt.Sprintf("kill after the response, of a vnicd %v", vnicd), func(t *testing.T) {
+			f, b, sent := begin(t)
+			b.wantResp(sent, append([]resp{first, mid}, rest...)...)
+			moved(t, b)
+			b.q.Revived(0)
+			next := write
+			next.psn, next.sel = 15, vnicd
+			frozen(f, b, next)
+			*sent = nil
+			b.q.Thaw(f.now)
+			if want := []resp{ackOf(10)}; vnicd {
+				b.wantResp(sent, want...)
+			} else {
+				b.wantResp(sent)
+			}
+		})
+	}
 }

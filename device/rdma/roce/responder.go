@@ -117,7 +117,7 @@ const maxStored = 1 << 16
 // Revived says that q continues what a killed process has left. stored: that process had stored the data of WRITEs
 // before this PSN, as it told the adapter (Memory.Stored); what is not plausible has no effect. It may also have sent
 // any response since its last commit, whose receiver goes on at once, and any request. So no request before a READ is
-// acknowledged while that READ waits (see acknowledges).
+// acknowledged while that READ waits (see acknowledgeBy).
 func (q *QP) Revived(stored uint64) {
 	if q.typ != RC { // others repeat nothing
 		return

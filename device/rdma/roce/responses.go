@@ -185,9 +185,11 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	if op := p.Info.Op; op == wire.Send || op == wire.Write {
 		q.resp.ackPending = true
 		if q.resp.pending > 0 {
-			if r := q.resp.oldestPending(); r.acknowledges(psn) {
+			r := q.resp.oldestPending()
+			if psn < r.first && r.behindSend && r.next == r.start {
 				r.ackDue = true
 			}
+			q.resp.acknowledgeBy(r)
 		}
 		q.wake()
 		return
@@ -222,6 +224,7 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 	}
 	if r.pending && r.next <= psn && stop <= r.stop {
 		// The original responses have not been sent yet, and answer this request too.
+		q.resp.acknowledgeBy(r)
 		if w := &q.faults.read; w.blocked() && r.next == w.psn && r == q.resp.oldestPending() &&
 			(q.peerWaits() || q.resp.peerSelective && w.ofHost()) {
 			q.resp.rnrRead = psn
@@ -233,13 +236,25 @@ func (q *QP) handleDuplicate(p *wire.RoCE, psn uint64) {
 		return
 	}
 	r.start, r.next, r.stop = psn, psn, stop
+	q.resp.acknowledgeBy(r)
 	q.queueResponses(r)
 }
 
-// acknowledges reports whether request psn, a SEND or WRITE, may be acknowledged before the responses of r, the oldest
-// that has some to send. In the midst of them it may not: Linux rxe (6.12) takes an ACK of earlier requests for the end
-// of its READ, and the next response, which is then out of sequence, ends the connection.
-func (r *resource) acknowledges(psn uint64) bool { return r.behindSend && psn < r.first && r.next == r.start }
+// acknowledgeBy leaves an acknowledgement of requests before r to the responses of r, which are to be sent. If r must
+// wait before the first of them, there is an ACK.
+//
+// In the midst of the responses there must be none, nor right behind them as long as another repetition may follow:
+// Linux rxe (6.12) takes an ACK of earlier requests for the end of the READ that it receives, and the next response,
+// which is then out of sequence, ends the connection.
+func (r *responder) acknowledgeBy(o *resource) {
+	if !r.ackPending || r.ackPSN >= o.first {
+		return
+	}
+	r.ackPending = false
+	if o.behindSend && o.next == o.start {
+		o.ackDue = true
+	}
+}
 
 // queueResponses makes Run send the responses of r from next on.
 func (q *QP) queueResponses(r *resource) {

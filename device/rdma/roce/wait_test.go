@@ -169,7 +169,7 @@ func TestResponderReadWaits(t *testing.T) {
 	b.answer(Responder, true)
 	b.wantResp(sent, resp{wire.OpRCReadResponseMid, 12, wire.NoCredits},
 		resp{wire.OpRCReadResponseLast, 13, wire.NoCredits},
-		resp{wire.OpRCReadResponseOnly, 15, wire.NoCredits}, ackOf(14))
+		resp{wire.OpRCReadResponseOnly, 15, wire.NoCredits}) // acknowledges the WRITE before it, too
 
 	// The first page of a READ is absent: the WRITE before it gets its ACK without waiting.
 	b.absent(2, 0x2000)
@@ -182,14 +182,25 @@ func TestResponderReadWaits(t *testing.T) {
 	b.inject(read(17, 0x2000, 8))
 	b.wantResp(sent, rnrOf(17, 9))
 	b.answer(Responder, true)
-	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 17, wire.NoCredits}, ackOf(16))
+	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 17, wire.NoCredits})
+
+	// A lost ACK is requested again while a request behind the READ has been executed.
+	b.inject(write(18, 0, "d"))
+	b.wantResp(sent, ackOf(18))
+	b.absent(2, 0x2000)
+	b.inject(read(19, 0x2000, 8))
+	b.inject(write(20, 0, "e"))
+	b.inject(write(18, 0, "d"))
+	b.wantResp(sent, ackOf(18))
+	b.answer(Responder, true)
+	b.wantResp(sent, resp{wire.OpRCReadResponseOnly, 19, wire.NoCredits}, ackOf(20))
 
 	// After another READ there is nothing to acknowledge.
 	b.absent(2, 0x2000)
-	b.inject(read(18, 0x2000, 8))
-	b.inject(write(19, 0x5000, "z")) // behind it, and absent as well: RNR NAK when the READ is answered
+	b.inject(read(21, 0x2000, 8))
+	b.inject(write(22, 0x5000, "z")) // behind it, and absent as well: RNR NAK when the READ is answered
 	b.absent(2, 0x5000)
-	b.inject(write(19, 0x5000, "z"))
+	b.inject(write(22, 0x5000, "z"))
 	b.wantResp(sent)
 	b.noFaultBut(Responder)
 }

@@ -35,7 +35,7 @@ var (
 	series = flag.Duration("outlive.for", 0,
 		"the time after which each TestOutlive ends its programs and compares; 0: once all events have happened")
 	burst = flag.Int("outlive.burst", 1,
-		"kills or upgrades that follow each other as soon as vnicd is back, before TestOutlive looks at the programs")
+		"events of a kind that follow each other, as soon as vnicd is back, before TestOutlive looks at the programs")
 	pairs = flag.Int("outlive.pairs", 100, "queue pairs of the workload counters")
 )
 
@@ -268,14 +268,14 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 			if e.name == "kill" {
 				rest(n)
 			}
-			if e.name != "pause" && (n+1)%*burst != 0 && n < *e.times-2 {
+			if (n+1)%*burst != 0 && n < *e.times-2 {
 				e.run(ctx, t, s, n)
 				s.resumed(ctx, t)
 				time.Sleep(rand.N(2 * time.Second))
 				all = append(all, r)
 				continue
 			}
-			if n%10 == 0 || e.name == "pause" {
+			if n%10 == 0 || e.name == "pause" && *burst == 1 {
 				before, r.Between, _ = work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
 			}
 			began := time.Now()

@@ -8,13 +8,14 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
+	testrig "github.com/vnicd/vnicd/guestdrv/internal/rig"
 )
 
 // Sentinel errors tell why an operation failed.
 func Example_errors() {
 	ctx := context.Background()
 	// A program has a fixed path: "/run/vnicd/app.hca" for the application named app in vnicd.yaml.
-	sockets, stop := startApplications(1)
+	sockets, stop := testrig.Applications(1)
 	defer stop()
 
 	dev, err := guestdrv.Open(ctx, sockets[0], guestdrv.Config{})

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
+	testrig "github.com/vnicd/vnicd/guestdrv/internal/rig"
 )
 
 // Application 1 writes a message into the memory of application 2.
@@ -18,7 +19,7 @@ func Example() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	// A program has fixed paths: "/run/vnicd/app1.hca" for the application named app1 in vnicd.yaml.
-	sockets, stop := startApplications(2)
+	sockets, stop := testrig.Applications(2)
 	defer stop()
 
 	app1, err := openApplication(ctx, sockets[0], "10.0.0.5")

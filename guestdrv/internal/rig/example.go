@@ -7,7 +7,7 @@ import (
 )
 
 // Applications takes the place of vnicd in an Example: it starts a network with n applications and returns the
-// paths of their sockets.
+// paths of their sockets. The Example opens the devices, and closes them before it calls stop.
 func Applications(n int) (sockets []string, stop func()) {
 	tb := &exampleTB{}
 	for _, h := range New(tb, n).Hosts {

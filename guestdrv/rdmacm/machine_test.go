@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -377,6 +378,44 @@ func TestBounds(t *testing.T) {
 	n.pass(t, time.Minute)
 	a.empty(t)
 	b.empty(t)
+}
+
+// A peer that fills a backlog shuts nobody out: each peer gets a fair part of it.
+func TestBacklogIsShared(t *testing.T) {
+	a, b, c := newHost(1, settings{}), newHost(2, settings{}), newHost(3, settings{})
+	const room = 4
+	b.serve(t, room)
+	n := newNetwork(a, b, c)
+	waiting := func(from ...*host) {
+		t.Helper()
+		n.deliver(t)
+		var got, want []guestdrv.GID
+		for _, s := range b.port.backlog {
+			got = append(got, s.peer)
+		}
+		for _, h := range from {
+			want = append(want, h.gid)
+		}
+		if !slices.Equal(got, want) {
+			t.Fatalf("in the backlog: %v, want %v", got, want)
+		}
+	}
+	for range room + 2 {
+		a.dial(t, n.now, 2)
+	}
+	waiting(a, a, a, a)
+	c.dial(t, n.now, 2)
+	waiting(a, a, a, c)
+	c.dial(t, n.now, 2)
+	waiting(a, a, c, c)
+	for _, h := range []*host{a, c} {
+		x := h.dial(t, n.now, 2)
+		waiting(a, a, c, c)
+		check(t, x, gone, RejectNoResources)
+	}
+	if n.sent[cm.REJ] != 2+2+2 {
+		t.Errorf("%d rejections", n.sent[cm.REJ])
+	}
 }
 
 // A session that is remembered for long does not keep those that have ended since.

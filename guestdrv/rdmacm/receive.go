@@ -147,7 +147,7 @@ func (m *machine) receiveREQ(now time.Time, from guestdrv.GID, f *cm.Fields) {
 	case f.PathMTU < 1 || f.PathMTU > m.maxMTU:
 		m.refuse(from, f, RejectMTU)
 		return
-	case len(p.backlog) >= p.most:
+	case len(p.backlog) >= p.most && !m.makeRoom(now, p, from):
 		m.refuse(from, f, RejectNoResources)
 		return
 	}
@@ -166,6 +166,22 @@ func (m *machine) receiveREQ(now time.Time, from guestdrv.GID, f *cm.Fields) {
 	if p.changed != nil {
 		p.changed()
 	}
+}
+
+// makeRoom rejects the newest request in a full backlog of the peer that has most there, if that leaves it no fewer than
+// peer has with one more: a peer that fills backlogs shuts nobody out.
+func (m *machine) makeRoom(now time.Time, p *port, peer guestdrv.GID) bool {
+	counts := make(map[guestdrv.GID]int, len(p.backlog))
+	var newest *session
+	for _, s := range p.backlog {
+		if counts[s.peer]++; newest == nil || counts[s.peer] >= counts[newest.peer] {
+			newest = s
+		}
+	}
+	if newest == nil || counts[newest.peer]-1 < counts[peer]+1 {
+		return false
+	}
+	return m.reject(now, newest, RejectNoResources, nil) == nil
 }
 
 // peerWait is the time after which the sender of a REQ repeats it, untilPeerGivesUp that for which it repeats it.

@@ -7,21 +7,23 @@ import (
 
 // Room for private data, and for the additional information of a REJ, in bytes.
 const (
-	PrivateREQ  = 92
-	PrivateREP  = 196
-	PrivateREJ  = 148
-	PrivateMRA  = 222
-	PrivateRTU  = 224
-	PrivateDREQ = 220
-	PrivateDREP = 224
-	InfoREJ     = 72
+	PrivateREQ     = 92
+	PrivateREP     = 196
+	PrivateREJ     = 148
+	PrivateMRA     = 222
+	PrivateRTU     = 224
+	PrivateDREQ    = 220
+	PrivateDREP    = 224
+	PrivateSIDRReq = 216
+	PrivateSIDRRep = 136
+	InfoREJ        = 72
 )
 
-// private is where the private data of each kind begins and how long it is (IBTA 12.6). SIDR, LAP and APR messages are
+// private is where the private data of each kind begins and how long it is (IBTA 12.6, 12.11). LAP and APR messages are
 // only watched, so their private data is not decoded.
 var private = map[Kind]struct{ off, len int }{
 	REQ: {140, PrivateREQ}, REP: {36, PrivateREP}, REJ: {84, PrivateREJ}, MRA: {10, PrivateMRA}, RTU: {8, PrivateRTU},
-	DREQ: {12, PrivateDREQ}, DREP: {8, PrivateDREP},
+	DREQ: {12, PrivateDREQ}, DREP: {8, PrivateDREP}, SIDRReq: {16, PrivateSIDRReq}, SIDRRep: {96, PrivateSIDRRep},
 }
 
 // Answered says which message a MRA or REJ answers (IBTA 12.6.6, 12.6.7).
@@ -34,13 +36,27 @@ const (
 	AnswersOther Answered = 2
 )
 
-// Fields are the contents of a message that sets up or ends a connection. Encode ignores fields that the kind does not
+// SIDRStatus says whether a SIDR_REP names a queue pair (IBTA 12.11.2).
+type SIDRStatus uint8
+
+// The values of SIDRStatus.
+const (
+	SIDRValid SIDRStatus = iota
+	SIDRUnsupported
+	SIDRRejected
+	SIDRNoQP
+	SIDRRedirected
+	SIDRVersion
+)
+
+// Fields are the contents of a message that sets up or ends a connection, or that resolves a service ID to a datagram
+// queue pair (SIDR). Encode ignores fields that the kind does not
 // have, and Decode leaves them zero. Numbers are cut to the width of their fields.
 type Fields struct {
 	Kind              Kind
 	Transaction       uint64
-	LocalID, RemoteID uint32 // RemoteID: all but REQ
-	QPN               uint32 // the sender's in REQ and REP, the receiver's in DREQ; 24 bits
+	LocalID, RemoteID uint32 // RemoteID: all but REQ; of SIDR messages LocalID is the ID of the request
+	QPN               uint32 // the sender's in REQ and REP, the receiver's in DREQ, the service's in SIDR_REP; 24 bits
 
 	// REQ and REP.
 	PSN                uint32 // at which the receiver shall begin to send; 24 bits
@@ -51,8 +67,14 @@ type Fields struct {
 	FlowControl        bool   // end to end
 	SRQ                bool
 
-	// REQ.
-	Service         uint64
+	// REQ and SIDR messages.
+	Service uint64
+
+	// SIDR_REP.
+	Status SIDRStatus
+	QKey   uint32
+
+	// REQ; PKey of SIDR_REQ, too.
 	RemoteTimeout   uint8 // the receiver answers the REQ within 4.096 us * 2^RemoteTimeout; 5 bits
 	LocalTimeout    uint8 // the sender answers a REP within 4.096 us * 2^LocalTimeout; 5 bits
 	MaxRetries      uint8 // of messages; 4 bits
@@ -85,6 +107,9 @@ type Fields struct {
 	Private []byte
 }
 
+// hasRemoteID reports whether messages of that kind name the receiver's communication ID.
+func (k Kind) hasRemoteID() bool { return k != REQ && k != SIDRReq && k != SIDRRep }
+
 // Encode returns the datagram. It fails if the kind is none that Fields describes, or if data is longer than its room.
 func (x *Fields) Encode() ([]byte, error) {
 	room, ok := private[x.Kind]
@@ -103,12 +128,20 @@ func (x *Fields) Encode() ([]byte, error) {
 	be.PutUint16(b[16:], uint16(x.Kind))
 	d := b[data:]
 	be.PutUint32(d, x.LocalID)
-	if x.Kind != REQ {
+	if x.Kind.hasRemoteID() {
 		be.PutUint32(d[4:], x.RemoteID)
 	}
 	switch x.Kind {
 	case REQ:
 		x.encodeREQ(d)
+	case SIDRReq:
+		be.PutUint16(d[4:], x.PKey)
+		be.PutUint64(d[8:], x.Service)
+	case SIDRRep:
+		d[4] = uint8(x.Status)
+		be.PutUint32(d[8:], x.QPN<<8)
+		be.PutUint64(d[12:], x.Service)
+		be.PutUint32(d[20:], x.QKey)
 	case REP:
 		be.PutUint32(d[12:], x.QPN<<8)
 		be.PutUint32(d[20:], x.PSN<<8)
@@ -153,7 +186,7 @@ func (x *Fields) encodeREQ(d []byte) {
 }
 
 // Decode returns the fields. Info and Private are parts of m. ok is false for messages that Fields does not describe:
-// those of SIDR and of alternate paths.
+// those of alternate paths.
 func (m Message) Decode() (x Fields, ok bool) {
 	room, ok := private[m.Kind()]
 	if !ok {
@@ -161,12 +194,16 @@ func (m Message) Decode() (x Fields, ok bool) {
 	}
 	x = Fields{Kind: m.Kind(), Transaction: m.Transaction(), LocalID: m.LocalID(),
 		Private: m[data+room.off:][:room.len:room.len]}
-	if x.Kind != REQ {
+	if x.Kind.hasRemoteID() {
 		x.RemoteID = m.RemoteID()
 	}
 	switch x.Kind {
 	case REQ:
 		m.decodeREQ(&x)
+	case SIDRReq:
+		x.PKey, x.Service = m.u16(4), m.ServiceID()
+	case SIDRRep:
+		x.Status, x.QPN, x.Service, x.QKey = SIDRStatus(m.Status()), m.QPN(), m.ServiceID(), m.QKey()
 	case REP:
 		x.QPN, x.PSN, x.RNRRetry = m.QPN(), m.PSN(), m.RNRRetry()
 		x.ResponderResources, x.InitiatorDepth = m.u8(24), m.u8(25)

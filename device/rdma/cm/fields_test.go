@@ -9,7 +9,7 @@ import (
 )
 
 // described are the kinds that cm.Fields describes.
-var described = []cm.Kind{cm.REQ, cm.MRA, cm.REJ, cm.REP, cm.RTU, cm.DREQ, cm.DREP}
+var described = []cm.Kind{cm.REQ, cm.MRA, cm.REJ, cm.REP, cm.RTU, cm.DREQ, cm.DREP, cm.SIDRReq, cm.SIDRRep}
 
 // at returns a message with bytes at the given offsets behind the header of the datagram.
 func at(kind cm.Kind, parts map[int][]byte) []byte {
@@ -62,6 +62,12 @@ func TestFields(t *testing.T) {
 			map[int][]byte{0: {0, 0, 0, 1, 0, 0, 0, 2, 1, 2, 3}, 12: fill(cm.PrivateDREQ, 7)}},
 		{cm.Fields{Kind: cm.DREP, LocalID: 1, RemoteID: 2, Private: fill(cm.PrivateDREP, 8)},
 			map[int][]byte{0: {0, 0, 0, 1, 0, 0, 0, 2}, 8: fill(cm.PrivateDREP, 8)}},
+		{cm.Fields{Kind: cm.SIDRReq, LocalID: 1, PKey: 0xffff, Service: 0x01111d2f, Private: fill(cm.PrivateSIDRReq, 9)},
+			map[int][]byte{0: {0, 0, 0, 1, 0xff, 0xff}, 8: {0, 0, 0, 0, 1, 0x11, 0x1d, 0x2f}, 16: fill(cm.PrivateSIDRReq, 9)}},
+		{cm.Fields{Kind: cm.SIDRRep, LocalID: 1, Status: cm.SIDRNoQP, QPN: 0x010203, Service: 0x01111d2f, QKey: 0x01234567,
+			Private: fill(cm.PrivateSIDRRep, 10)},
+			map[int][]byte{0: {0, 0, 0, 1, 3, 0, 0, 0, 1, 2, 3}, 12: {0, 0, 0, 0, 1, 0x11, 0x1d, 0x2f, 0x01, 0x23, 0x45, 0x67},
+				96: fill(cm.PrivateSIDRRep, 10)}},
 	} {
 		tc.x.Transaction = 0x0102030405060708
 		want := at(tc.x.Kind, tc.parts)
@@ -88,7 +94,8 @@ func normal(x cm.Fields) cm.Fields {
 // Data that is too long is refused, and so are kinds without an encoding; numbers are cut to their fields.
 func TestEncodeLimits(t *testing.T) {
 	for _, k := range described {
-		n := map[cm.Kind]int{cm.REQ: 92, cm.REP: 196, cm.REJ: 148, cm.MRA: 222, cm.RTU: 224, cm.DREQ: 220, cm.DREP: 224}[k]
+		n := map[cm.Kind]int{cm.REQ: 92, cm.REP: 196, cm.REJ: 148, cm.MRA: 222, cm.RTU: 224, cm.DREQ: 220, cm.DREP: 224,
+			cm.SIDRReq: 216, cm.SIDRRep: 136}[k]
 		if _, err := (&cm.Fields{Kind: k, Private: make([]byte, n)}).Encode(); err != nil {
 			t.Errorf("%v: %v", k, err)
 		}
@@ -99,7 +106,7 @@ func TestEncodeLimits(t *testing.T) {
 	if _, err := (&cm.Fields{Kind: cm.REJ, Info: make([]byte, 73)}).Encode(); err == nil {
 		t.Error("73 bytes of information accepted")
 	}
-	for _, k := range []cm.Kind{0, cm.SIDRReq, cm.SIDRRep, cm.LAP, cm.APR} {
+	for _, k := range []cm.Kind{0, cm.LAP, cm.APR} {
 		if b, err := (&cm.Fields{Kind: k}).Encode(); err == nil {
 			t.Errorf("%v: %x", k, b)
 		}

@@ -57,14 +57,15 @@ func Of(m cm.Message) Message {
 func (x *Message) Bytes() []byte {
 	f := cm.Fields{Kind: x.Kind, Transaction: x.Transaction, LocalID: x.LocalID, RemoteID: x.RemoteID,
 		Service: x.Service, QPN: x.QPN, PSN: x.PSN, Transport: x.Transport, PathMTU: x.PathMTU, RNRRetry: x.RNRRetry,
-		PKey: x.PKey, Local: x.Local, Remote: x.Remote, Reason: x.Reason, ServiceTimeout: x.ServiceTimeout}
+		PKey: x.PKey, Local: x.Local, Remote: x.Remote, Reason: x.Reason, ServiceTimeout: x.ServiceTimeout,
+		Status: cm.SIDRStatus(x.Status), QKey: x.QKey}
 	if b, err := f.Encode(); err == nil {
 		return b
 	}
 	return x.other()
 }
 
-// other encodes the messages that cm.Fields does not describe: SIDR, alternate paths, and kinds that do not exist.
+// other encodes the messages that cm.Fields does not describe: those of alternate paths, and kinds that do not exist.
 func (x *Message) other() []byte {
 	b := make([]byte, cm.MADLen)
 	b[0], b[1], b[2], b[3] = 1, 7, 2, 3
@@ -73,19 +74,9 @@ func (x *Message) other() []byte {
 	be.PutUint16(b[16:], uint16(x.Kind))
 	d := b[24:]
 	be.PutUint32(d, x.LocalID)
-	if x.Kind != cm.SIDRReq && x.Kind != cm.SIDRRep {
-		be.PutUint32(d[4:], x.RemoteID)
-	}
-	switch x.Kind {
-	case cm.LAP:
+	be.PutUint32(d[4:], x.RemoteID)
+	if x.Kind == cm.LAP {
 		be.PutUint32(d[12:], x.QPN<<8)
-	case cm.SIDRReq:
-		be.PutUint64(d[8:], x.Service)
-	case cm.SIDRRep:
-		d[4] = x.Status
-		be.PutUint32(d[8:], x.QPN<<8)
-		be.PutUint64(d[12:], x.Service)
-		be.PutUint32(d[20:], x.QKey)
 	}
 	return b
 }

@@ -38,6 +38,28 @@ func (c *Completion) InvalidatedKey() (key uint32, ok bool) {
 	return le.Uint32(c.Imm[:]), c.Flags&WCFlagWithInvalidate == WCFlagWithInvalidate
 }
 
+// GRHLen is the number of bytes before the data of a message that a UD QP receives: a GRH, or in its last 20 bytes the
+// header of IPv4.
+const GRHLen = 40
+
+// Addresses returns the source and destination of a message that a UD QP has received. buf is its receive buffer. ok is
+// false if the message has no header (WCFlagGRH). With RoCEv2 over IPv4 the header is in the last 20 bytes of the GRH's
+// place (IBTA A17.4.5.2); the GRH of RoCEv1 has its addresses where IPv6 has them.
+func (c *Completion) Addresses(buf []byte) (from, to GID, ok bool) {
+	switch {
+	case c.Flags&WCFlagGRH == 0 || len(buf) < GRHLen:
+	case buf[0]>>4 == 6:
+		return GID(buf[8:24]), GID(buf[24:40]), true
+	case buf[20]>>4 == 4:
+		mapped := GID{10: 0xff, 11: 0xff}
+		from, to = mapped, mapped
+		copy(from[12:], buf[32:36])
+		copy(to[12:], buf[36:40])
+		return from, to, true
+	}
+	return from, to, false
+}
+
 // decode reads a slot of a CQ.
 func (c *Completion) decode(slot []byte) {
 	var wc abi.WC

@@ -13,17 +13,23 @@ import (
 // begins with the addresses.
 
 const (
-	portSpaceTCP = 0x0106 // RDMA_PS_TCP: the IP protocol number TCP below the prefix 0x0000000001
+	// The IP protocol numbers TCP and UDP below the prefix 0x0000000001.
+	portSpaceTCP = 0x0106 // RDMA_PS_TCP
+	portSpaceUDP = 0x0111 // RDMA_PS_UDP
 	headerLen    = 36
 	headerV0     = 0 // major and minor version
 
-	// MaxPrivateREQ is the room for the private data of Dial, MaxPrivateREP of Accept, MaxPrivateREJ of Reject.
+	// MaxPrivateREQ is the room for the private data of Dial, MaxPrivateREP of Accept, MaxPrivateREJ of Reject;
+	// MaxPrivateResolve of Resolve, MaxPrivateService of a DatagramService.
 	MaxPrivateREQ = cm.PrivateREQ - headerLen
 	MaxPrivateREP = cm.PrivateREP
 	MaxPrivateREJ = cm.PrivateREJ
+
+	MaxPrivateResolve = cm.PrivateSIDRReq - headerLen
+	MaxPrivateService = cm.PrivateSIDRRep
 )
 
-// serviceID returns the service ID of a port.
+// serviceID returns the service ID of a port in RDMA_PS_TCP.
 func serviceID(port uint16) uint64 { return portSpaceTCP<<16 | uint64(port) }
 
 // portOf is the inverse of serviceID; ok is false for services that are no ports of RDMA_PS_TCP.
@@ -31,7 +37,15 @@ func portOf(service uint64) (port uint16, ok bool) {
 	return uint16(service), service>>16 == portSpaceTCP
 }
 
-// ipHeader is the header of a REQ's private data.
+// datagramID returns the service ID of a port in RDMA_PS_UDP.
+func datagramID(port uint16) uint64 { return portSpaceUDP<<16 | uint64(port) }
+
+// datagramPort is the inverse of datagramID; ok is false for services that are no ports of RDMA_PS_UDP.
+func datagramPort(service uint64) (port uint16, ok bool) {
+	return uint16(service), service>>16 == portSpaceUDP
+}
+
+// ipHeader is the header of the private data of a REQ or SIDR_REQ.
 type ipHeader struct {
 	src  netip.AddrPort
 	dst  netip.Addr

@@ -3,7 +3,6 @@ package rdmacm
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"net/netip"
 	"sync"
 	"time"
@@ -126,20 +125,15 @@ func (c *Conn) flush(ctx context.Context) error {
 // Dial connects to a port such as "10.0.0.1:7471". It fails with a *RejectError if the peer refuses, with ErrTimeout
 // if it does not answer (Config.ResponseTimeout, MaxRetries), and with the context's error if that ends first.
 func (m *Manager) Dial(ctx context.Context, address string, p Params) (_ *Conn, err error) {
-	to, err := parsePeer(address)
+	to, err := m.peerOf(address)
 	if err != nil {
 		return nil, err
 	}
 	if p, err = p.withDefaults(m, MaxPrivateREQ); err != nil {
 		return nil, err
 	}
-	if to.Addr().Is4() != m.cfg.Address.Is4() {
-		return nil, invalid("address %v, but this end's is %v", to.Addr(), m.cfg.Address)
-	}
 	c := m.newConn(p)
-	c.active, c.remote = true, to
-	// The port is for information; nobody connects to it.
-	c.local = netip.AddrPortFrom(m.cfg.Address, uint16(49152+rand.IntN(65536-49152)))
+	c.active, c.local, c.remote = true, m.anyPort(), to
 	ctx, end, err := m.begin(ctx)
 	if err != nil {
 		return nil, err

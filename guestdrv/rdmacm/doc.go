@@ -1,6 +1,6 @@
 // Package rdmacm connects programs on the host with VMs and with each other as librdmacm does in a VM: by IP address
 // and port, through the RDMA network itself (PF-4, MT-10). It sends the messages of the InfiniBand connection manager
-// (IBTA volume 1, chapter 12) with the IP addressing of annex A11 (RDMA_PS_TCP) over the device's queue pair 1. It
+// (IBTA volume 1, chapter 12) with the IP addressing of annex A11 over the device's queue pair 1. It
 // follows what librdmacm and the kernel's rdma_cm send and expect.
 //
 // A server:
@@ -18,6 +18,12 @@
 // guestdrv describes. Params.Prepare is the place to post receive requests before the peer can send. Memory must be
 // registered in the queue pair's protection domain: Manager.PD, unless Params.PD names another.
 //
+// # Datagrams
+//
+// Datagrams have no connections: Manager.ServeDatagrams tells peers of a UD queue pair, and Manager.Resolve finds that
+// of a peer's port (RDMA_PS_UDP). The program makes its own queue pair, moves it to RTS by guestdrv.QP.StartUD with
+// UDPQKey, and sends with an address handle for DatagramPeer.Path.
+//
 // # Errors
 //
 // A rejection is a *RejectError, which matches its Reason: errors.Is(err, rdmacm.RejectServiceID) if nobody listens.
@@ -33,7 +39,7 @@
 // # Limits
 //
 // Connections, requests that wait for Accept, messages that wait for a path, and repetitions are bounded (Config,
-// ListenConfig). A Manager has one address. There are no UD connections (SIDR), multicast groups or alternate paths.
+// ListenConfig). A Manager has one address. There are no multicast groups or alternate paths.
 // The peer cannot tell how long private data is: zero bytes follow it.
 //
 // # Concurrency and lifetime

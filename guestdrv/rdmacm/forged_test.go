@@ -118,9 +118,9 @@ func TestForged(t *testing.T) {
 	// What is no message of connection management: too short, another class, another kind.
 	class := make([]byte, cm.MADLen)
 	copy(class, []byte{1, 3, 2, 3})
-	sidr := make([]byte, cm.MADLen)
-	copy(sidr, []byte{1, 7, 2, 3, 16: 0, byte(cm.SIDRReq)})
-	for name, mad := range map[string][]byte{"short": class[:64], "class": class, "SIDR": sidr} {
+	path := make([]byte, cm.MADLen)
+	copy(path, []byte{1, 7, 2, 3, 16: 0, byte(cm.LAP)})
+	for name, mad := range map[string][]byte{"short": class[:64], "class": class, "alternate path": path} {
 		before := dropped()
 		x.send(t, b, mad)
 		rig.Until(t, name+" is counted", func() bool { return dropped() > before })

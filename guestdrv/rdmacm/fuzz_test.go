@@ -62,7 +62,7 @@ func FuzzMessage(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(s.message)
-	for _, k := range []cm.Kind{cm.REP, cm.REJ, cm.MRA, cm.RTU, cm.DREQ, cm.DREP} {
+	for _, k := range []cm.Kind{cm.REP, cm.REJ, cm.MRA, cm.RTU, cm.DREQ, cm.DREP, cm.SIDRReq, cm.SIDRRep} {
 		b, err := (&cm.Fields{Kind: k, LocalID: 5, RemoteID: 0x02000003, QPN: 7}).Encode()
 		if err != nil {
 			f.Fatal(err)
@@ -79,6 +79,7 @@ func FuzzMessage(f *testing.F) {
 		}
 		x := newHost(2, settings{})
 		x.serve(t, 2)
+		x.services[testPort] = &service{cm.Fields{Kind: cm.SIDRRep, QPN: 7}}
 		x.dial(t, now, 1)
 		x.out = nil
 		x.receive(now, gidOf(1), b)
@@ -102,7 +103,7 @@ func FuzzMachine(f *testing.F) {
 		h.serve(t, 2)
 		now := time.Unix(0, 0)
 		var taken []*session
-		kinds := []cm.Kind{cm.REQ, cm.REP, cm.RTU, cm.REJ, cm.MRA, cm.DREQ, cm.DREP}
+		kinds := []cm.Kind{cm.REQ, cm.REP, cm.RTU, cm.REJ, cm.MRA, cm.DREQ, cm.DREP, cm.SIDRReq, cm.SIDRRep}
 		for len(script) >= 4 {
 			op, x, y, z := script[0], script[1], script[2], script[3]
 			script = script[4:]
@@ -134,6 +135,10 @@ func FuzzMachine(f *testing.F) {
 			case 7:
 				now = now.Add(time.Duration(binary.BigEndian.Uint16([]byte{x, y})) * time.Millisecond)
 				h.tick(now)
+			case 9:
+				if s, err := h.resolve(now, gidOf(1+x&1*2), datagramID(uint16(y&1)), nil, nil); err == nil {
+					taken = append(taken, s)
+				}
 			case 8:
 				h.unlisten(now, h.port)
 				h.serve(t, int(x&3))
@@ -147,6 +152,9 @@ func FuzzMachine(f *testing.F) {
 					hdr := ipHeader{src: netip.AddrPortFrom(addr(from), 1), dst: addr(2)}
 					msg.Service, msg.Local, msg.Remote, msg.PathMTU, msg.Private = q.Service, gidOf(from), h.gid,
 						uint8(guestdrv.MTU1024), hdr.encode()
+				}
+				if msg.Kind == cm.SIDRRep {
+					msg.Service, msg.Status = datagramID(uint16(y&1)), cm.SIDRStatus(z>>6)
 				}
 				mad, err := msg.Encode()
 				if err != nil {

@@ -20,7 +20,6 @@ const (
 	numRecv  = 256
 	numSend  = 128
 	maxQueue = 4096 // datagrams that wait for a slot
-	grhLen   = 40   // before every datagram
 	recvLen  = 512  // of a receive buffer, so that none crosses a page
 	sendLen  = cm.MADLen
 	sendID   = 1 << 32 // marks the IDs of send requests
@@ -129,7 +128,7 @@ func (m *Manager) warm(ctx context.Context) (err error) {
 
 // receive posts receive buffer i.
 func (g *gsi) receive(i int) error {
-	return g.qp.PostRecv(guestdrv.NewRecv(uint64(i), g.imr.SGE(i*recvLen, grhLen+cm.MADLen)))
+	return g.qp.PostRecv(guestdrv.NewRecv(uint64(i), g.imr.SGE(i*recvLen, guestdrv.GRHLen+cm.MADLen)))
 }
 
 // complete handles completions.
@@ -167,31 +166,14 @@ func (m *Manager) complete(wcs []guestdrv.Completion) error {
 
 // arrived handles the message in a receive buffer.
 func (m *Manager) arrived(now time.Time, wc *guestdrv.Completion) {
-	b := m.gsi.in.Bytes()[int(wc.ID)*recvLen:][:grhLen+cm.MADLen]
-	from, to, ok := addresses(b[:grhLen], wc)
-	if !ok || to != m.gid || wc.SrcQPN != gsiQPN || wc.ByteLen < grhLen+cm.MADLen {
+	b := m.gsi.in.Bytes()[int(wc.ID)*recvLen:][:guestdrv.GRHLen+cm.MADLen]
+	from, to, ok := wc.Addresses(b)
+	if !ok || to != m.gid || wc.SrcQPN != gsiQPN || wc.ByteLen < guestdrv.GRHLen+cm.MADLen {
 		m.machine.counters.Received++
 		m.machine.counters.Malformed++
 		return
 	}
-	m.machine.receive(now, from, b[grhLen:])
-}
-
-// addresses returns the source and destination of a datagram, from the 40 bytes before it: the last 20 are the header
-// of IPv4 (IBTA A17.4.5.2), or all are that of IPv6, which the GRH of RoCEv1 resembles.
-func addresses(h []byte, wc *guestdrv.Completion) (from, to guestdrv.GID, ok bool) {
-	switch {
-	case wc.Flags&guestdrv.WCFlagGRH == 0:
-	case h[0]>>4 == 6:
-		return guestdrv.GID(h[8:24]), guestdrv.GID(h[24:40]), true
-	case h[20]>>4 == 4:
-		mapped := guestdrv.GID{10: 0xff, 11: 0xff}
-		from, to = mapped, mapped
-		copy(from[12:], h[32:36])
-		copy(to[12:], h[36:40])
-		return from, to, true
-	}
-	return from, to, false
+	m.machine.receive(now, from, b[guestdrv.GRHLen:])
 }
 
 // flush sends the machine's messages. The caller holds m.mu.

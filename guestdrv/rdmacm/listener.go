@@ -11,8 +11,8 @@ import (
 
 // ListenConfig configures a Listener. The zero value is usable.
 type ListenConfig struct {
-	// Backlog is the number of requests that wait for Listener.Accept; 0: 128. Of a full one the peer with most requests
-	// loses its newest to a peer with fewer; any other request is rejected. Both with RejectNoResources.
+	// Backlog is the number of requests that wait for Listener.Accept; 0: 128. Of a full one the peer with most
+	// requests loses its newest to a peer with fewer; any other request is rejected. Both with RejectNoResources.
 	Backlog int
 }
 

@@ -18,13 +18,15 @@ import (
 //	repReceived -- reject: REJ --> gone                    reqReceived -- reject: REJ --> timeWait
 //	established -- disconnect: DREQ --> dreqSent -- DREP, DREQ, REJ, no answer --> timeWait -- timer --> gone
 //	established, repSent -- DREQ: DREP --> timeWait        established -- REJ --> timeWait
+//	datagrams: resolve -> sidrSent -- SIDR_REP, abandon, no answer --> gone
 //
 // In timeWait the IDs are still known, so that repeated messages get the same answer as before. gone is terminal, and
 // such a session is in no table.
 type state uint8
 
 const (
-	reqSent state = iota + 1
+	sidrSent state = iota + 1
+	reqSent
 	repReceived
 	reqReceived
 	repSent
@@ -34,8 +36,9 @@ const (
 	gone
 )
 
-var stateNames = [...]string{reqSent: "req-sent", repReceived: "rep-received", reqReceived: "req-received",
-	repSent: "rep-sent", established: "established", dreqSent: "dreq-sent", timeWait: "time-wait", gone: "gone"}
+var stateNames = [...]string{sidrSent: "sidr-sent", reqSent: "req-sent", repReceived: "rep-received",
+	reqReceived: "req-received", repSent: "rep-sent", established: "established", dreqSent: "dreq-sent",
+	timeWait: "time-wait", gone: "gone"}
 
 func (s state) String() string { return stateNames[s] }
 
@@ -57,10 +60,10 @@ type session struct {
 	request           cm.Fields // passive: the REQ
 	header            ipHeader  // passive: of the REQ
 	delayed           bool      // passive: the peer has got an MRA
-	reply             cm.Fields // active: the REP
+	reply             cm.Fields // active: the REP, or the SIDR_REP
 	port              *port     // reqReceived: the listener in whose backlog it is; or nil
 
-	message  []byte        // REQ, REP or DREQ that is repeated until it is answered
+	message  []byte        // REQ, REP, DREQ or SIDR_REQ that is repeated until it is answered
 	answer   []byte        // RTU, for repeated REPs; REJ, for repeated REQs
 	wait     time.Duration // for an answer to message
 	retries  int           // of message that are left
@@ -132,6 +135,7 @@ type machine struct {
 	byRemote map[remoteKey]*session // by the peer's communication ID
 	byPeerQP map[remoteKey]*session // by the peer's QP number; until timeWait
 	ports    map[uint16]*port
+	services map[uint16]*service // ports of RDMA_PS_UDP
 	timers   timers
 	waiting  []*session // in timeWait or gone since, oldest first
 	out      []datagram
@@ -140,7 +144,7 @@ type machine struct {
 
 func newMachine(s settings) *machine {
 	return &machine{settings: s, byLocal: map[uint32]*session{}, byRemote: map[remoteKey]*session{},
-		byPeerQP: map[remoteKey]*session{}, ports: map[uint16]*port{}}
+		byPeerQP: map[remoteKey]*session{}, ports: map[uint16]*port{}, services: map[uint16]*service{}}
 }
 
 // next returns the time of the next call of tick; ok is false if none is needed.
@@ -161,7 +165,7 @@ func (m *machine) tick(now time.Time) {
 // expire handles the timer of s.
 func (m *machine) expire(now time.Time, s *session) {
 	switch s.state {
-	case reqSent, repSent, dreqSent:
+	case sidrSent, reqSent, repSent, dreqSent:
 		if s.retries > 0 {
 			s.retries--
 			m.counters.Repeated++
@@ -173,7 +177,9 @@ func (m *machine) expire(now time.Time, s *session) {
 			m.enterTimeWait(now, s, s.err)
 			return
 		}
-		m.sendReject(s, RejectTimeout, m.identity(), nil)
+		if s.state != sidrSent {
+			m.sendReject(s, RejectTimeout, m.identity(), nil)
+		}
 		m.end(s, ErrTimeout)
 	case reqReceived: // the peer no longer repeats its REQ
 		m.end(s, ErrTimeout)
@@ -281,6 +287,8 @@ func (m *machine) reject(now time.Time, s *session, r Reason, private []byte) er
 // abandon ends a session in any state. The peer is told, and if the connection exists, it is disconnected.
 func (m *machine) abandon(now time.Time, s *session) {
 	switch s.state {
+	case sidrSent:
+		m.end(s, ErrClosed)
 	case reqSent:
 		m.sendReject(s, RejectTimeout, m.identity(), nil)
 		m.end(s, ErrClosed)

@@ -21,12 +21,19 @@ func (m *machine) receive(now time.Time, from guestdrv.GID, mad []byte) {
 		return
 	}
 	f, ok := msg.Decode()
-	if !ok { // SIDR is for datagrams; alternate paths are not supported
+	if !ok { // alternate paths are not supported
 		m.counters.Malformed++
 		return
 	}
-	if f.Kind == cm.REQ {
+	switch f.Kind {
+	case cm.REQ:
 		m.receiveREQ(now, from, &f)
+		return
+	case cm.SIDRReq:
+		m.receiveSIDRReq(from, &f)
+		return
+	case cm.SIDRRep:
+		m.receiveSIDRRep(from, &f)
 		return
 	}
 	s, known := m.find(from, &f)
@@ -71,7 +78,7 @@ func (m *machine) find(from guestdrv.GID, f *cm.Fields) (s *session, known bool)
 	if s == nil {
 		return nil, false
 	}
-	if s.peer != from {
+	if s.peer != from || s.state == sidrSent {
 		return nil, true
 	}
 	if s.haveRemote {
@@ -168,8 +175,8 @@ func (m *machine) receiveREQ(now time.Time, from guestdrv.GID, f *cm.Fields) {
 	}
 }
 
-// makeRoom rejects the newest request in a full backlog of the peer that has most there, if that leaves it no fewer than
-// peer has with one more: a peer that fills backlogs shuts nobody out.
+// makeRoom rejects the newest request in a full backlog of the peer that has most there, if that leaves it no fewer
+// than peer has with one more: a peer that fills backlogs shuts nobody out.
 func (m *machine) makeRoom(now time.Time, p *port, peer guestdrv.GID) bool {
 	counts := make(map[guestdrv.GID]int, len(p.backlog))
 	var newest *session

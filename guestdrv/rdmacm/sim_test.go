@@ -206,11 +206,11 @@ func (m *machine) invariants() string {
 		switch {
 		case id != s.localID || id == 0:
 			return fmt.Sprintf("session %d has the ID %d", id, s.localID)
-		case s.state < reqSent || s.state >= gone:
+		case s.state < sidrSent || s.state >= gone:
 			return fmt.Sprintf("session %d is in state %d", id, s.state)
 		case s.haveRemote && m.byRemote[remoteKey{s.peer, s.remoteID}] != s:
 			return fmt.Sprintf("session %d in %v is not found by its peer's ID", id, s.state)
-		case s.haveRemote != (s.state != reqSent):
+		case s.haveRemote != (s.state > reqSent):
 			return fmt.Sprintf("session %d in %v: peer's ID known: %v", id, s.state, s.haveRemote)
 		case s.state != repReceived && s.state != established && !has, s.state == established && has:
 			return fmt.Sprintf("session %d in %v: timer: %v", id, s.state, has)
@@ -218,7 +218,7 @@ func (m *machine) invariants() string {
 			return fmt.Sprintf("session %d in %v is in a backlog", id, s.state)
 		case s.retries < 0 || s.retries > 15:
 			return fmt.Sprintf("session %d has %d retries", id, s.retries)
-		case (s.message != nil) != (s.state == reqSent || s.state == repSent || s.state == dreqSent):
+		case (s.message != nil) != (s.state <= reqSent || s.state == repSent || s.state == dreqSent):
 			return fmt.Sprintf("session %d in %v: message: %v", id, s.state, s.message != nil)
 		}
 		if has {

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 	"time"
 
@@ -40,6 +41,7 @@ type Host struct {
 	HCA       *hca.Device
 	Port      *vswitch.VMPort
 	attribute translate.Attribute
+	stop      func()
 }
 
 // New makes a network with n applications, 10.0.0.1 and following. It ends with the test.
@@ -93,7 +95,7 @@ func New(tb testing.TB, n int) *Network {
 		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.Path, Log: log, Attribute: &h.attribute,
 			Budget: hostdriver.NewBudget(0)}, h.HCA, 0)
 		must(err)
-		tb.Cleanup(func() {
+		h.stop = sync.OnceFunc(func() {
 			if err := srv.Close(); err != nil {
 				tb.Error(err)
 			}
@@ -101,6 +103,7 @@ func New(tb testing.TB, n int) *Network {
 			port.SetNet(nil)
 			h.HCA.Close()
 		})
+		tb.Cleanup(h.stop)
 		r.Hosts = append(r.Hosts, h)
 	}
 	return r
@@ -146,6 +149,9 @@ func (h *Host) Kill() {
 	h.HCA.SetPort(nil)
 	h.Port.SetHCA(nil)
 }
+
+// Stop ends the device and its socket, as when vnicd ends for good: the application loses its connection.
+func (h *Host) Stop() { h.stop() }
 
 // Context returns a context that ends after Patience, or with the test.
 func Context(tb testing.TB) context.Context {

@@ -1,0 +1,86 @@
+package libvnicd_test
+
+import (
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+)
+
+// hostile is a server that is not a vnicd, and the error that vnicd_open then gives.
+type hostile struct {
+	code   int // negative errno
+	text   string
+	answer func(h vhostuser.Header) []byte // to a request; nil: closes the connection
+}
+
+// serve listens on path until the test ends.
+func (c hostile) serve(t *testing.T, path string) {
+	t.Helper()
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	t.Cleanup(func() { _ = l.Close(); wg.Wait() })
+	wg.Go(func() {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer conn.Close()
+		for {
+			var b [vhostuser.HeaderSize]byte
+			if _, err := io.ReadFull(conn, b[:]); err != nil {
+				return
+			}
+			h, err := vhostuser.ParseHeader(b[:])
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if _, err := io.CopyN(io.Discard, conn, int64(h.Size)); err != nil {
+				return
+			}
+			reply := c.answer(h)
+			if reply == nil {
+				return
+			}
+			if _, err := conn.Write(reply); err != nil {
+				return
+			}
+		}
+	})
+}
+
+func hostileServers() map[string]hostile {
+	protocol, gone := -int(syscall.EPROTO), -int(syscall.ENODEV)
+	reply := func(r vhostuser.Request, flags, size uint32, body []byte) []byte {
+		return append(vhostuser.Header{Request: r, Flags: flags, Size: size}.Append(nil), body...)
+	}
+	const good = vhostuser.FlagVersion | vhostuser.FlagReply
+	return map[string]hostile{
+		"closes": {gone, "closed the connection", func(vhostuser.Header) []byte { return nil }},
+		"other virtio device": {protocol, "not a vnicd", func(h vhostuser.Header) []byte {
+			return reply(h.Request, good, 8, vhostuser.AppendU64(nil, 1))
+		}},
+		"wrong request": {protocol, "in place of", func(h vhostuser.Header) []byte {
+			return reply(h.Request+1, good, 8, make([]byte, 8))
+		}},
+		"memory that nobody asked for": {protocol, "in place of", func(vhostuser.Header) []byte {
+			return reply(vhostuser.ReqGetMemory, good, 8, make([]byte, 8))
+		}},
+		"no reply flag": {protocol, "flags", func(h vhostuser.Header) []byte {
+			return reply(h.Request, vhostuser.FlagVersion, 8, make([]byte, 8))
+		}},
+		"long reply": {protocol, "reply of 4294967295 bytes", func(h vhostuser.Header) []byte {
+			return reply(h.Request, good, 1<<32-1, make([]byte, 64))
+		}},
+		"short reply": {protocol, "reply of 4 bytes", func(h vhostuser.Header) []byte {
+			return reply(h.Request, good, 4, make([]byte, 4))
+		}},
+	}
+}

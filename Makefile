@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,12 @@ module: deps-vm ## build the guest's kernel module: build/module/vnicd.ko
 
 package: build ## Debian package for hosts: build/vnicd_*.deb
 	cmd/vnicd/packaging/build host $(VERSION) $(BUILD)
+
+libvnicd: ## the library for C programs on the host: build/libvnicd/libvnicd.{a,so}
+	$(MAKE) -C guestdrv/libvnicd OUT=$(CURDIR)/$(BUILD)/libvnicd
+
+libvnicd-package: ## Debian package of it, with headers: build/libvnicd-dev_*.deb
+	cmd/vnicd/packaging/build library $(VERSION) $(BUILD)
 
 guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
 	cmd/vnicd/packaging/build guest $(VERSION) $(BUILD)

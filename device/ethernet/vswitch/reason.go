@@ -82,6 +82,25 @@ var reasonNames = [NumReasons]string{
 	LongChain:        "long-chain",        // the guest's receive buffers have too many descriptors
 }
 
+// ofPorts are the reasons of ports themselves, by kind; any port has those of the switch besides.
+var ofPorts = map[Kind][]Reason{
+	KindVM:  {BadHeader, Truncated, NoBuffer, QueueFull, Unreachable, NotReady, Forbidden, LongChain},
+	KindHCA: {BadHeader, NoBuffer, NotReady},
+	KindTAP: {BadHeader, Truncated, NoBuffer, QueueFull, SendError, NotReady},
+	KindVTEP: {UnknownPeer, SourcePort, NoPeers, NoBuffer, QueueFull, UnderlayTooBig, Unreachable, SendError, NotReady,
+		ECNDrop},
+}
+
+// Reasons returns the reasons for which frames are dropped at ports of a kind, each once: those of the switch, which
+// any port has, then the port's own. Of an unknown kind they are those of the switch.
+func (k Kind) Reasons() []Reason {
+	out := make([]Reason, 0, NumReasons)
+	for r := range BadHeader {
+		out = append(out, r)
+	}
+	return append(out, ofPorts[k]...)
+}
+
 // String returns the name that status output and metrics use.
 func (r Reason) String() string {
 	if r >= NumReasons {

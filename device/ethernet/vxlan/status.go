@@ -102,6 +102,12 @@ func (vt *VTEP) socketDrops(t *vswitch.Totals) {
 	}
 }
 
+// DropReasons returns the names of the reasons for which a VTEP drops datagrams that are of no network (Status.Drops).
+func DropReasons() []string {
+	return []string{vswitch.BadHeader.String(), vswitch.UnknownVNI.String(), vswitch.Truncated.String(),
+		vswitch.NoBuffer.String(), SocketOverflow, WrongPort, Unprotected}
+}
+
 // Names of drops that the kernel counts, modulo 2^32.
 const (
 	SocketOverflow = "socket-overflow"

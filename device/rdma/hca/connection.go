@@ -148,7 +148,29 @@ func serviceText(id uint64) string {
 func gidText(g [16]byte) string { return netip.AddrFrom16(g).Unmap().String() }
 func macText(m [6]byte) string  { return net.HardwareAddr(m[:]).String() }
 
-// Drops counts rejected packets by reason (MT-6). It visits the loops; call it from any other goroutine.
+// Reasons of Drops that no other table has.
+const (
+	dropKey       = "r-key"
+	dropSequence  = "sequence"
+	dropDuplicate = "duplicate"
+	dropInbox     = "inbox-full"
+)
+
+// DropReasons returns the reasons that Drops counts, each once.
+func DropReasons() []string {
+	out := []string{dropKey, dropSequence, dropDuplicate, dropInbox, dropCMMAC}
+	for r := range roce.NumDrops {
+		out = append(out, r.String())
+	}
+	out = append(out, rejectNames[:]...)
+	for r := cm.Pass + 1; r < cm.NumReasons; r++ {
+		out = append(out, r.String())
+	}
+	return out
+}
+
+// Drops counts rejected packets by reason (MT-6); reasons that did not occur are left out. It visits the loops; call it
+// from any other goroutine.
 func (d *Device) Drops() map[string]uint64 {
 	out := map[string]uint64{}
 	add := func(name string, n uint64) {
@@ -161,11 +183,11 @@ func (d *Device) Drops() map[string]uint64 {
 			for i, n := range e.stats.Drops {
 				add(roce.Drop(i).String(), n)
 			}
-			add("r-key", e.stats.AccessErrors)
-			add("sequence", e.stats.OutOfSequence)
-			add("duplicate", e.stats.Duplicates)
+			add(dropKey, e.stats.AccessErrors)
+			add(dropSequence, e.stats.OutOfSequence)
+			add(dropDuplicate, e.stats.Duplicates)
 		})
-		add("inbox-full", e.inboxFull.Load())
+		add(dropInbox, e.inboxFull.Load())
 	}
 	for i := range d.data.rejected {
 		add(rejectNames[i], d.data.rejected[i].Load())

@@ -41,6 +41,9 @@ func (c *connections) clear() {
 	c.table.Clear()
 }
 
+// dropCMMAC is the reason for forged.
+const dropCMMAC = "cm-mac"
+
 // countDrops calls add for each reason to drop a datagram.
 func (c *connections) countDrops(add func(reason string, n uint64)) {
 	c.mu.Lock()
@@ -48,7 +51,7 @@ func (c *connections) countDrops(add func(reason string, n uint64)) {
 	for i, n := range c.refused {
 		add(cm.Reason(i).String(), n)
 	}
-	add("cm-mac", c.forged)
+	add(dropCMMAC, c.forged)
 }
 
 // sentGSI records a datagram that the GSI QP sends.

@@ -25,6 +25,15 @@ type Status struct {
 	Refused map[string]uint64 `json:"refused,omitempty"`
 }
 
+// RefusedReasons returns the reasons that Status.Refused counts, each once.
+func RefusedReasons() (out []string) {
+	for _, why := range []error{errType, errTarget, errVNI, errTag, errMAC, errIP, errNextHop, errFamily, errOwn,
+		errForeign, errEncap, errLimit, errClaims, errTunnel} {
+		out = append(out, why.Error())
+	}
+	return out
+}
+
 // SessionStatus is one neighbour.
 type SessionStatus struct {
 	Neighbour  netip.Addr `json:"neighbour"`

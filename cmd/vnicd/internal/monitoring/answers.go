@@ -139,15 +139,20 @@ func (k *kind) wait(now time.Time) time.Duration {
 
 // The functions below write an answer. Their error is one of the daemon; one of w is found by its Close.
 
-func (a *answers) writeMetrics(_ context.Context, _ *query.Query, w *query.Writer) error {
+func (a *answers) writeMetrics(_ context.Context, q *query.Query, w *query.Writer) error {
 	families, err := a.metrics.Gather()
 	if err != nil {
 		a.log.Error("cannot gather metrics", "error", err)
 		return err
 	}
-	w.Header().Set("Content-Type", string(expfmt.NewFormat(expfmt.TypeTextPlain)))
+	format := expfmt.NewFormat(expfmt.TypeTextPlain)
+	if q.Protobuf {
+		format = expfmt.NewFormat(expfmt.TypeProtoDelim)
+	}
+	w.Header().Set("Content-Type", string(format))
+	text := expfmt.NewEncoder(w, format)
 	for _, f := range families {
-		if _, err := expfmt.MetricFamilyToText(w, f); err != nil {
+		if err := text.Encode(f); err != nil {
 			return err
 		}
 	}

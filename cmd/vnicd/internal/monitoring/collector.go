@@ -17,7 +17,10 @@ import (
 )
 
 // collector makes metrics from a status, one snapshot per scrape.
-type collector struct{ status func() *daemon.Status }
+type collector struct {
+	status func() *daemon.Status
+	faults *faultTimes
+}
 
 // Describe implements prometheus.Collector.
 func (c collector) Describe(ch chan<- *prometheus.Desc) {
@@ -29,7 +32,10 @@ func (c collector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e := emitter(ch)
+	epoch := c.faults.begin()
 	s := c.status()
+	c.faults.add(epoch, s)
+	e.allFaults(c.faults)
 	e.put(buildInfo, 1, s.Version, s.Host)
 	e.put(uptime, s.Uptime)
 	e.put(continued, float64(s.Continued.HCAs))
@@ -80,7 +86,7 @@ func (e emitter) yes(m metric, v bool, labels ...string) {
 	}
 }
 
-// reasons puts a counter for each reason, and for any other that has occurred. The last label of m is the reason.
+// reasons puts a value for each reason, and for any other that has occurred. The last label of m is the reason.
 func (e emitter) reasons(m metric, all []string, counts map[string]uint64, labels ...string) {
 	put := func(reason string) {
 		e.count(m, counts[reason], append(labels[:len(labels):len(labels)], reason)...)
@@ -279,9 +285,6 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	e.count(hcaMapsOut, h.Stats["selective_acks_sent"], vm)
 	e.count(hcaMapsIn, h.Stats["selective_acks_received"], vm)
 	e.reasons(hcaDrops, hcaDrops.values["reason"], h.Drops, vm)
-	for kind, n := range h.HostMemory.By {
-		e.put(vmHost, float64(n), vm, kind)
-	}
 	e.put(vmHostUsed, float64(h.HostMemory.Used), vm)
 	e.put(vmHostMost, float64(h.HostMemory.Most), vm)
 	e.put(vmHostLimit, float64(h.HostMemory.Limit), vm)
@@ -298,38 +301,19 @@ func (e emitter) hca(vm string, h *hca.Status) {
 	}
 	e.count(hcaPages, h.MTTs, vm)
 	e.count(hcaReclaimed, h.MTTsReclaimed, vm)
-	type key struct{ kind, state string }
-	qps := map[key]int{}
+	qps := map[string]uint64{}
 	for _, q := range h.QPs {
-		qps[key{q.Type, q.State}]++
+		qps[q.State]++
 	}
-	for k, n := range qps {
-		e.put(hcaQPs, float64(n), vm, k.kind, k.state)
-	}
+	e.reasons(hcaQPs, hcaQPs.values["state"], qps, vm)
 
 	f := &h.Faults
 	e.put(faultParked, float64(f.Parked), vm)
-	e.faults(vm, "guest", &f.Guest)
-	e.faults(vm, "host", &f.Host)
+	e.count(faultWaiting, f.Guest.Waiting, vm, "guest")
+	e.count(faultWaiting, f.Host.Waiting, vm, "host")
+	e.faults(&f.Guest, vm, "guest")
+	e.faults(&f.Host, vm, "host")
 	e.count(epochFlips, f.EpochsFlipped, vm)
 	e.count(epochDrains, f.Drains, vm)
 	e.time(epochLongest, f.LongestDrain, vm)
-}
-
-// histogramBuckets are those of translate.Histogram except the last, which has no upper bound.
-const histogramBuckets = 31
-
-func (e emitter) faults(vm, level string, q *hca.FaultQueue) {
-	e.count(faultWaiting, q.Waiting, vm, level)
-	sum, buckets := uint64(0), make(map[float64]uint64, histogramBuckets)
-	for i := range histogramBuckets {
-		if i < len(q.Buckets) {
-			sum += q.Buckets[i]
-		}
-		buckets[(time.Microsecond << i).Seconds()] = sum
-	}
-	if len(q.Buckets) > histogramBuckets {
-		sum += q.Buckets[histogramBuckets]
-	}
-	e <- prometheus.MustNewConstHistogram(faultTime.desc, sum, q.Sum.Seconds(), buckets, vm, level)
 }

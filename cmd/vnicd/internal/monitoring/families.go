@@ -8,6 +8,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vxlan"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
+	"github.com/vnicd/vnicd/device/rdma/roce"
 )
 
 // metric is one family. All families are declared in the list below.
@@ -46,6 +47,8 @@ func gauge(name, help string, labels ...string) metric {
 
 // The daemon.
 var (
+	allFaultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
+		"Time from a page fault's raising to its answer, of all VMs, by the level that answers: guest or host.", "level")
 	buildInfo    = gauge("build_info", "Always 1; labels: version and host name.", "version", "host")
 	uptime       = gauge("uptime_seconds", "Time since the daemon's start.")
 	continued    = gauge("continued_hcas", "HCAs of running VMs that go on where the previous daemon stopped them.")
@@ -172,9 +175,7 @@ var (
 	vmRefused = counter("vm_dma_refused_total", "Accesses to the VM's memory that its dma forbade: read, write.",
 		"vm", "access").each("access", "read", "write")
 
-	vmHost = gauge("vm_host_memory_bytes", "Memory of vnicd that the VM's objects occupy, by kind; their sum is bounded.",
-		"vm", "kind")
-	vmHostUsed    = gauge("vm_host_memory_used_bytes", "Sum of vnicd_vm_host_memory_bytes.", "vm")
+	vmHostUsed    = gauge("vm_host_memory_used_bytes", "Memory of vnicd that the VM's objects occupy.", "vm")
 	vmHostMost    = gauge("vm_host_memory_most_bytes", "Largest vnicd_vm_host_memory_used_bytes so far.", "vm")
 	vmHostLimit   = gauge("vm_host_memory_limit_bytes", "Bound of vnicd_vm_host_memory_used_bytes.", "vm")
 	vmHostRefused = counter("vm_host_memory_refused_total", "Requests that limits.host-memory refused.", "vm")
@@ -202,7 +203,7 @@ var (
 	hcaPages     = gauge("hca_registered_pages", "Translation entries of the guest's memory regions.", "vm")
 	hcaReclaimed = counter("hca_reclaimed_groups_total",
 		"Groups of up to 512 translation entries of on-demand regions that were dropped to make room for others.", "vm")
-	hcaQPs   = gauge("hca_queue_pairs", "Queue pairs of the guest, by transport and state.", "vm", "type", "state")
+	hcaQPs   = gauge("hca_queue_pairs", "Queue pairs of the guest, by state.", "vm", "state").each("state", qpStates()...)
 	hcaDrops = counter("hca_refused_packets_total", "RoCE packets that the HCA refused.", "vm", "reason").
 			each("reason", hca.DropReasons()...)
 	hcaLocal = counter("hca_local_messages_total", "RDMA messages copied between VMs of this host, without packets.",
@@ -220,8 +221,9 @@ var (
 		"vm")
 	hcaStats = newHCAStats()
 
-	faultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
-		"Time from a page fault's raising to its answer, by the level that answers: guest or host.", "vm", "level")
+	faultTime = family(prometheus.UntypedValue, "vm_fault_duration_seconds",
+		"Time from a page fault's raising to its answer, by the level that answers: guest or host. A native histogram: "+
+			"scrapes in the text format have its count and sum.", "vm", "level")
 	faultWaiting = gauge("faults_waiting", "Page faults raised and not yet served.", "vm", "level")
 	faultParked  = gauge("faults_parked", "Sides of queue pairs that wait for an absent page.", "vm")
 	epochFlips   = counter("epoch_flips_total", "Releases of guest memory that were begun.", "vm")
@@ -308,6 +310,13 @@ func init() {
 	for _, k := range []vswitch.Kind{vswitch.KindVM, vswitch.KindHCA, vswitch.KindTAP, vswitch.KindVTEP} {
 		portReasons[k.String()] = names(k.Reasons())
 	}
+}
+
+func qpStates() (out []string) {
+	for s := roce.Reset; s <= roce.Err; s++ {
+		out = append(out, s.String())
+	}
+	return out
 }
 
 func networkReasons() []string {

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
@@ -280,5 +282,45 @@ func TestTakenOver(t *testing.T) {
 	time.Sleep(200 * time.Millisecond) // for what must not happen; otherwise the test shows less
 	if n := src.asked.Load(); n != 1 {
 		t.Errorf("%d answers to a process that reads none: %s", n, log)
+	}
+}
+
+// TestFormats: a client gets the format that it prefers, and text if it says nothing. Native histograms are in the
+// protocol buffers only.
+func TestFormats(t *testing.T) {
+	s, _ := fakeStage(t, newBusy(1), web.Kind.Name)
+	for accept, want := range map[string]expfmt.FormatType{
+		"": expfmt.TypeTextPlain, "*/*;q=0.1, text/plain;version=0.0.4": expfmt.TypeTextPlain,
+		"image/png": expfmt.TypeTextPlain,
+		"application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited;q=0.6," +
+			"text/plain;version=0.0.4;q=0.3": expfmt.TypeProtoDelim,
+	} {
+		req, err := http.NewRequest("GET", "http://localhost/metrics", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Accept", accept)
+		resp, err := s.client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		format := expfmt.ResponseFormat(resp.Header)
+		if resp.StatusCode != 200 || format.FormatType() != want {
+			t.Errorf("accept %q: %d, %s", accept, resp.StatusCode, format)
+		}
+		native := false
+		for d := expfmt.NewDecoder(resp.Body, format); ; {
+			var f dto.MetricFamily
+			if err = d.Decode(&f); err != nil {
+				break
+			}
+			if f.GetName() == faultTime.name {
+				native = len(f.Metric[0].Histogram.PositiveSpan) > 0
+			}
+		}
+		if !errors.Is(err, io.EOF) || native != (want == expfmt.TypeProtoDelim) {
+			t.Errorf("accept %q: native histograms %v, %v", accept, native, err)
+		}
 	}
 }

@@ -167,7 +167,7 @@ func webConfig(cfg config.Monitoring) web.Config {
 
 func registry(status func() *daemon.Status) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(collector{status}, collectors.NewGoCollector(),
+	r.MustRegister(collector{status, &faultTimes{}}, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }

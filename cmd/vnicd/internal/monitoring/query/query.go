@@ -23,7 +23,7 @@ type Kind uint8
 
 // The kinds.
 const (
-	Metrics  Kind = 1 + iota // all metrics, in Prometheus' text format
+	Metrics  Kind = 1 + iota // all metrics, in a format of Prometheus
 	Health                   // whether the engines answer
 	Overview                 // the page's data, as JSON
 	Profile                  // one of Go's profiles
@@ -61,6 +61,8 @@ var Profiles = [...]string{
 // Query is a question.
 type Query struct {
 	Kind Kind
+	// Of Metrics: whether they are wanted as delimited protocol buffers, which have native histograms, in place of text.
+	Protobuf bool
 	// Of Overview: only samples after that one; the VM whose detail is wanted, "" for none.
 	Since uint64
 	VM    string
@@ -79,7 +81,7 @@ const (
 	MaxDebug   = 2
 )
 
-// Size is that of an encoded question: kind, profile, debug, gc, the name's length, a zero; seconds, of two bytes;
+// Size is that of an encoded question: kind, profile, debug, gc, the name's length, protobuf; seconds, of two bytes;
 // since; the name, with zeros behind it.
 const Size = 16 + MaxVM
 
@@ -87,14 +89,17 @@ var errMalformed = errors.New("malformed question")
 
 // Append encodes q, which must be valid.
 func (q *Query) Append(b []byte) []byte {
-	gc := byte(0)
-	if q.GC {
-		gc = 1
-	}
-	b = append(b, byte(q.Kind), q.Profile, q.Debug, gc, byte(len(q.VM)), 0)
+	b = append(b, byte(q.Kind), q.Profile, q.Debug, bit(q.GC), byte(len(q.VM)), bit(q.Protobuf))
 	b = binary.LittleEndian.AppendUint16(b, q.Seconds)
 	b = binary.LittleEndian.AppendUint64(b, q.Since)
 	return append(append(b, q.VM...), make([]byte, MaxVM-len(q.VM))...)
+}
+
+func bit(v bool) byte {
+	if v {
+		return 1
+	}
+	return 0
 }
 
 // Parse decodes a question of Size bytes and validates it.
@@ -104,7 +109,9 @@ func Parse(b []byte) (q Query, err error) {
 	}
 	q.Kind = Kind(b[0])
 	switch q.Kind {
-	case Metrics, Health:
+	case Metrics:
+		q.Protobuf = b[5] != 0
+	case Health:
 	case Overview:
 		n := int(b[4])
 		if n > MaxVM {

@@ -22,6 +22,7 @@ func TestGolden(t *testing.T) {
 		want string
 	}{
 		{Query{Kind: Metrics}, "01"},
+		{Query{Kind: Metrics, Protobuf: true}, "010000000001"},
 		{Query{Kind: Health}, "02"},
 		{Query{Kind: Overview, Since: 0x0102030405060708, VM: "one"}, "0300000003000000" + "0807060504030201" + "6f6e65"},
 		{Query{Kind: Profile, Profile: heap(), Seconds: 120, Debug: 2, GC: true}, "0404020100007800"},
@@ -55,7 +56,7 @@ func TestMalformed(t *testing.T) {
 		b = b[:Size]
 		b[Size-1] = 1
 		refused(name+", with a last byte", b)
-		b[Size-1], b[5] = 0, 1
+		b[Size-1], b[5] = 0, 2
 		refused(name+", with a reserved byte", b)
 		b[5], b[0] = 0, 0
 		refused(name+", of no kind", b)
@@ -66,7 +67,14 @@ func TestMalformed(t *testing.T) {
 		q := Query{Kind: Metrics}
 		b := q.Append(nil)
 		b[i] = 1
+		if i == 5 { // protobuf
+			b[i] = 2
+		}
 		refused("metrics with an argument", b)
+		q = Query{Kind: Health}
+		b = q.Append(nil)
+		b[i] = 1
+		refused("health with an argument", b)
 	}
 	profile := Query{Kind: Profile}
 	for at, v := range map[int]byte{1: byte(len(Profiles)), 2: MaxDebug + 1, 3: 2, 7: 1} {
@@ -170,7 +178,8 @@ func TestUnread(t *testing.T) {
 }
 
 func FuzzParse(f *testing.F) {
-	for _, q := range []Query{{Kind: Metrics}, {Kind: Health}, {Kind: Overview, Since: 1, VM: "one"},
+	for _, q := range []Query{{Kind: Metrics}, {Kind: Metrics, Protobuf: true}, {Kind: Health},
+		{Kind: Overview, Since: 1, VM: "one"},
 		{Kind: Profile, Profile: heap(), Seconds: 1, GC: true}} {
 		f.Add(q.Append(nil))
 	}

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/prometheus/common/expfmt"
 	"golang.org/x/net/netutil"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
@@ -110,7 +111,11 @@ func (s *Server) Serve(l net.Listener) error {
 func (s *Server) Close() { s.once.Do(func() { close(s.stop) }) }
 
 func (d *daemon) metrics(w http.ResponseWriter, r *http.Request) {
-	a, err := d.ask(r.Context(), &query.Query{Kind: query.Metrics}, scrapeTime)
+	// Names of metrics are ASCII, so that the client's choice of escaping does not matter.
+	format := expfmt.NegotiateAccept(r.Header, expfmt.NewFormat(expfmt.TypeProtoDelim),
+		expfmt.NewFormat(expfmt.TypeTextPlain))
+	a, err := d.ask(r.Context(), &query.Query{Kind: query.Metrics, Protobuf: format.FormatType() == expfmt.TypeProtoDelim},
+		scrapeTime)
 	if err != nil {
 		refuse(w, err)
 		return

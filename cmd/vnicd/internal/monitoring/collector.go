@@ -36,7 +36,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	s := c.status()
 	c.faults.add(epoch, s)
 	e.allFaults(c.faults)
-	e.put(buildInfo, 1, s.Version, s.Host)
+	e.put(buildInfo, 1, s.Version)
 	e.put(uptime, s.Uptime)
 	e.put(continued, float64(s.Continued.HCAs))
 	e.put(silence, s.Continued.Silence)

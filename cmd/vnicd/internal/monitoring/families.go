@@ -49,7 +49,7 @@ func gauge(name, help string, labels ...string) metric {
 var (
 	allFaultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
 		"Time from a page fault's raising to its answer, of all VMs, by the level that answers: guest or host.", "level")
-	buildInfo    = gauge("build_info", "Always 1; labels: version and host name.", "version", "host")
+	buildInfo    = gauge("build_info", "Always 1; label: version.", "version")
 	uptime       = gauge("uptime_seconds", "Time since the daemon's start.")
 	continued    = gauge("continued_hcas", "HCAs of running VMs that go on where the previous daemon stopped them.")
 	silence      = gauge("continued_silence_seconds", "Longest time for which one of these HCAs stood still.")

@@ -372,9 +372,8 @@ func TestScrape(t *testing.T) {
 		t.Fatalf("%d %s", status, text)
 	}
 	vm := s.d.Status().VMs[0]
-	build := `vnicd_build_info{host="` + s.d.Status().Host + `",version="v1.2.3"}`
 	for line, n := range map[string]any{
-		build: 1,
+		`vnicd_build_info{version="v1.2.3"}`:                             1,
 		`vnicd_vm_info{mac="02:00:00:00:00:01",network="blue",vm="one"}`: 1,
 		`vnicd_vm_attached{face="hca",vm="one"}`:                         1,
 		`vnicd_vm_attached{face="net",vm="one"}`:                         0,

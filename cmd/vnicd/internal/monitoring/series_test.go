@@ -235,3 +235,15 @@ type sink struct {
 func (s *sink) Write(p []byte) (int, error) { s.n += len(p); return len(p), nil }
 
 func (s *sink) SetWriteDeadline(time.Time) error { return nil }
+
+// TestHostLabels: no metric names its host or daemon. Prometheus does, by the labels instance and job, which a label of
+// ours would rename or contradict.
+func TestHostLabels(t *testing.T) {
+	for _, m := range families {
+		for _, l := range []string{"host", "hostname", "node", "instance", "job"} {
+			if slices.Contains(m.labels, l) {
+				t.Errorf("%s has the label %s", m.name, l)
+			}
+		}
+	}
+}

@@ -22,7 +22,6 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 	"github.com/prometheus/client_golang/prometheus/testutil"
-	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
@@ -489,83 +488,5 @@ func TestListenErrors(t *testing.T) {
 		t.Errorf("no address: %v, %v", s, err)
 	} else {
 		s.Close()
-	}
-}
-
-// The metrics in the dashboard and in the operators' document exist.
-func TestDocumentedNames(t *testing.T) {
-	s := filled()
-	fams, err := registry(func() *daemon.Status { return s }).Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	known := map[string]map[string]bool{} // the labels of each, and LABEL="VALUE"
-	for _, f := range fams {
-		labels := map[string]bool{"instance": true} // Prometheus's own
-		for _, m := range f.Metric {
-			for _, l := range m.Label {
-				labels[l.GetName()], labels[fmt.Sprintf("%s=%q", l.GetName(), l.GetValue())] = true, true
-			}
-		}
-		known[f.GetName()] = labels
-		if f.GetType() == dto.MetricType_HISTOGRAM {
-			for _, of := range []string{"_bucket", "_sum", "_count"} {
-				known[f.GetName()+of] = labels
-			}
-			labels["le"] = true
-		}
-	}
-	for _, file := range []string{"../../packaging/grafana.json", "../../OPERATING.md"} {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		names := regexp.MustCompile(`\bvnicd_[a-z0-9_]+`).FindAllString(string(text), -1)
-		if len(names) < 10 {
-			t.Errorf("%s names %d metrics", file, len(names))
-		}
-		for _, n := range names {
-			if known[n] == nil {
-				t.Errorf("%s names %s, which does not exist", file, n)
-			}
-		}
-	}
-	var dashboard struct {
-		Panels []struct {
-			Title   string
-			Targets []struct{ Expr, LegendFormat string }
-		}
-	}
-	text, _ := os.ReadFile("../../packaging/grafana.json")
-	if err := json.Unmarshal(text, &dashboard); err != nil || len(dashboard.Panels) == 0 {
-		t.Errorf("the dashboard: %v", err)
-	}
-	selector := regexp.MustCompile(`(vnicd_\w+)\{([^}]*)\}`)
-	for _, p := range dashboard.Panels {
-		for _, x := range p.Targets {
-			m := selector.FindStringSubmatch(x.Expr)
-			if m == nil {
-				t.Errorf("%s: no metric in %s", p.Title, x.Expr)
-				continue
-			}
-			var used []string // of its labels
-			for _, s := range strings.Split(m[2], ",") {
-				name, _, pattern := strings.Cut(s, "=~")
-				if used = append(used, name); !pattern { // LABEL="VALUE"
-					used = append(used, strings.SplitN(s, "=", 2)[0])
-				}
-			}
-			if by := regexp.MustCompile(`by \(([^)]*)\)`).FindStringSubmatch(x.Expr); by != nil {
-				used = append(used, strings.Split(by[1], ", ")...)
-			}
-			for _, l := range regexp.MustCompile(`\{\{(\w+)\}\}`).FindAllStringSubmatch(x.LegendFormat, -1) {
-				used = append(used, l[1])
-			}
-			for _, l := range used {
-				if !known[m[1]][l] {
-					t.Errorf("%s: %s has no %s", p.Title, m[1], l)
-				}
-			}
-		}
 	}
 }

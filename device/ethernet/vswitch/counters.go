@@ -14,9 +14,9 @@ type Counters struct {
 }
 
 type shard struct {
-	inFrames, inBytes, outFrames, outBytes, floods, answers atomic.Uint64
-	drops                                                   [NumReasons]atomic.Uint64
-	_                                                       [(64 - (6+int(NumReasons))*8%64) % 64]byte
+	inFrames, inBytes, outFrames, outBytes, floods, answers, pruned atomic.Uint64
+	drops                                                           [NumReasons]atomic.Uint64
+	_                                                               [(64 - (7+int(NumReasons))*8%64) % 64]byte
 }
 
 func add(c *atomic.Uint64, n uint64) { c.Store(c.Load() + n) }
@@ -41,6 +41,8 @@ func (c *Counters) out(loop, frames, bytes int) {
 
 func (c *Counters) answered(l *loop.Loop) { add(&c.shards[l.ID()].answers, 1) }
 
+func (c *Counters) prune(l *loop.Loop) { add(&c.shards[l.ID()].pruned, 1) }
+
 func (c *Counters) flood(l *loop.Loop) { add(&c.shards[l.ID()].floods, 1) }
 
 // Drop counts n frames dropped for a reason.
@@ -55,6 +57,8 @@ type Totals struct {
 	OutFrames uint64 `json:"out_frames"`
 	OutBytes  uint64 `json:"out_bytes"`
 	Floods    uint64 `json:"floods,omitempty"`
+	// Pruned counts multicast frames that were not flooded, but sent to members.
+	Pruned uint64 `json:"pruned,omitempty"`
 	// Answered counts requests and errors that the switch answered.
 	Answered uint64            `json:"answered,omitempty"`
 	Drops    map[string]uint64 `json:"drops,omitempty"`
@@ -80,6 +84,7 @@ func (c *Counters) Totals() Totals {
 		t.OutBytes += s.outBytes.Load()
 		t.Floods += s.floods.Load()
 		t.Answered += s.answers.Load()
+		t.Pruned += s.pruned.Load()
 	}
 	for r := Reason(0); r < NumReasons; r++ {
 		if n := c.Dropped(r); n > 0 {

@@ -13,7 +13,6 @@ const MaxIPs = 64
 
 const (
 	protoICMP = 1
-	protoIGMP = 2
 
 	dhcpServerPort = 67
 )
@@ -78,7 +77,7 @@ func (a *Attachment) guard(f []byte, h *header.Layout) bool {
 
 // withoutAddress4 reports whether an IPv4 packet may come from 0.0.0.0: to a DHCP server (RFC 2131, 4.1), or IGMP.
 func withoutAddress4(p []byte) bool {
-	if p[9] == protoIGMP {
+	if p[9] == header.ProtoIGMP {
 		return true
 	}
 	off := int(p[0]&15) * 4

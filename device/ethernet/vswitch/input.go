@@ -70,6 +70,9 @@ func (a *Attachment) input(l *loop.Loop, r *reader, b *frame.Buf, from Source, p
 	if a.keys == nil {
 		n.echoes.note(f, now)
 	}
+	if s := n.snooping.Load(); s != nil && a.snoop(s, l, b, t, from, now) {
+		return
+	}
 	a.flood(l, b, t, macKey(f)&groupBit == 0 && n.tunnels.Load()&noTunnelFlood != 0)
 }
 

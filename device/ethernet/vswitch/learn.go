@@ -35,6 +35,9 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	}
 	if old != 0 {
 		n.gone(old)
+		if old.place() != fresh.place() {
+			n.relocated(a, now)
+		}
 	}
 	n.entries.Add(1)
 	n.statics.Add(1)
@@ -101,6 +104,7 @@ func (n *Network) FlushRemote(a *Attachment, remote Remote) {
 	gone := func(v value) bool { return v.port() == a.id && v.remote() == uint16(remote) }
 	all := func() { n.purge(func(_ uint64, v value) bool { return gone(v) }) }
 	all()
+	n.forgetPeer(a, remote)
 	n.Quiesce() // a loop that has just moved an address away from there has recorded that
 	n.forgetHomes(func(s *flap) bool { return gone(s.home) }, all)
 }
@@ -226,6 +230,9 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 	switch {
 	case res == putDone && old == 0:
 	case res == putDone:
+		if old.place() != fresh.place() {
+			n.relocated(a, now)
+		}
 		if old.place() != fresh.place() && !old.static() && !old.expired(now, n.age) {
 			held = n.moved(src, old, fresh, now)
 		}

@@ -67,7 +67,8 @@ const remoteMeters = 64
 type limits struct {
 	in, out meter // bits
 	storm   []meter
-	answers meter // for answers made by the switch
+	answers meter   // for answers made by the switch
+	records []meter // of membership messages
 }
 
 // Limits of ICMP errors per second and port.
@@ -83,8 +84,10 @@ func (m *limits) set(p *PortConfig, network int) {
 	if p.Kind == KindVTEP {
 		m.storm = make([]meter, remoteMeters)
 	}
+	m.records = make([]meter, len(m.storm))
 	for i := range m.storm {
 		m.storm[i].set(int64(storm), int64(storm))
+		m.records[i].set(recordRate, recordBurst)
 	}
 	// 20 ms, and at least two large frames.
 	burst := max(p.Rate/50, 2*8*(MaxMTU+HeaderLen))
@@ -94,3 +97,5 @@ func (m *limits) set(p *PortConfig, network int) {
 }
 
 func (m *limits) stormOf(r Remote) *meter { return &m.storm[int(r)%len(m.storm)] }
+
+func (m *limits) recordsOf(r Remote) *meter { return &m.records[int(r)%len(m.records)] }

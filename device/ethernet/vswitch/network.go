@@ -79,6 +79,8 @@ type Config struct {
 	// Age is how long an entry lives without a frame from it, 1 s or more.
 	Age      time.Duration
 	MaxPorts int
+	// Snoop keeps multicast frames from ports without members (SetSnooping).
+	Snoop bool
 	// noHold turns off the detection of loops outside, for tests of models without it: flapping addresses move freely,
 	// and returning frames pass.
 	noHold bool
@@ -119,6 +121,8 @@ type Network struct {
 	// that Route depends on, before the loops are waited for.
 	gen   atomic.Uint64
 	short atomic.Pointer[ShortPath] // nil: every frame goes through the switch
+
+	snooping atomic.Pointer[snooper] // nil: multicast is flooded
 
 	readers [loop.MaxLoops]reader
 
@@ -201,6 +205,7 @@ func NewNetwork(c Config) (*Network, error) {
 	// between two frames.
 	n.sweepBy = min(len(n.fdb.buckets)/int(n.age)+1, maxSweep)
 	n.table.Store(&portTable{})
+	n.SetSnooping(c.Snoop)
 	n.applyMTULocked()
 	return n, nil
 }
@@ -319,6 +324,7 @@ func (n *Network) Attach(port Port, pc PortConfig) (*Attachment, error) {
 	if pc.Attached != nil {
 		pc.Attached(a)
 	}
+	n.attached(a)
 	// The port must be in the table before an entry points to it.
 	n.table.Store(newPortTable(byID, append(slices.Clone(old.flood), a)))
 	for _, m := range a.cfg.MACs {
@@ -345,6 +351,7 @@ func (n *Network) detachLocked(a *Attachment) {
 	t := newPortTable(slices.Clone(old.byID), slices.DeleteFunc(slices.Clone(old.flood),
 		func(x *Attachment) bool { return x == a }))
 	n.table.Store(t)
+	n.forgetPort(a)
 	n.quiesce(a.cfg.Loop)
 	n.purge(func(_ uint64, v value) bool { return v.port() == a.id })
 	n.neigh.removeIf(func(e *neighbour) bool { return e.port == a.id })

@@ -116,6 +116,7 @@ type Attachment struct {
 	offloads  atomic.Uint32 // frame.Need that the port accepts
 	entries   atomic.Int64  // learnt
 	closed    atomic.Bool
+	allUntil  atomic.Uint32 // second until which the port takes all multicast frames
 
 	maxEntries int64
 

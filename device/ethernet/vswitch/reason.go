@@ -25,6 +25,7 @@ const (
 	Misplaced
 	Unwanted
 	UnknownUnicast
+	NoMember
 
 	BadHeader
 	UnknownVNI
@@ -65,6 +66,7 @@ var reasonNames = [NumReasons]string{
 	Misplaced:        "misplaced-roce",    // RoCE from another place than its source's known one (MT-6)
 	Unwanted:         "unwanted-roce",     // RoCE from an unknown source that its receiver would not accept
 	UnknownUnicast:   "unknown-unicast",   // to an unknown address, with flooding into tunnels off (SetTunnels)
+	NoMember:         "no-member",         // multicast that no other port wants (multicast snooping)
 	BadHeader:        "bad-header",        // VXLAN header invalid (RFC 7348, 5)
 	UnknownVNI:       "unknown-vni",       // no such network here
 	UnknownPeer:      "unknown-peer",      // the sender is not a peer of that network

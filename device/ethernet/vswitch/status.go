@@ -59,6 +59,9 @@ type Status struct {
 	Ports      []PortStatus      `json:"ports"`
 	FDB        []Entry           `json:"fdb"`
 	Neighbours []Neighbour       `json:"neighbours,omitempty"`
+	// Pruned counts the multicast frames of all ports that were not flooded.
+	Pruned    uint64           `json:"pruned,omitempty"`
+	Multicast *MulticastStatus `json:"multicast,omitempty"` // nil: flooded
 }
 
 // Status returns a snapshot. It walks the whole table: for the control plane.
@@ -67,14 +70,14 @@ func (n *Network) Status() Status {
 	defer n.mu.Unlock()
 	s := Status{VNI: n.cfg.VNI, Name: n.cfg.Name, MTU: n.MTU(), Moves: n.moves.Load(), Aged: n.evicted.Load(),
 		Displaced: n.displaced.Load(), Flaps: n.flaps.count.Load(), Flapping: n.Flapping(), FDB: n.Entries(),
-		Neighbours: n.Neighbours()}
+		Neighbours: n.Neighbours(), Multicast: n.Multicast()}
 	var sum Totals
 	sum.Merge(n.pastTotals)
 	s.Ports = n.Ports()
 	for _, p := range s.Ports {
 		sum.Merge(p.Totals)
 	}
-	s.Drops = sum.Drops
+	s.Drops, s.Pruned = sum.Drops, sum.Pruned
 	for _, e := range s.FDB {
 		s.Entries++
 		if e.Static {
@@ -149,6 +152,7 @@ func (t *Totals) Merge(o Totals) {
 	t.OutBytes += o.OutBytes
 	t.Floods += o.Floods
 	t.Answered += o.Answered
+	t.Pruned += o.Pruned
 	for k, v := range o.Drops {
 		if t.Drops == nil {
 			t.Drops = make(map[string]uint64)

@@ -157,6 +157,16 @@ func (p *VMPort) wants(l *loop.Loop, b *frame.Buf) bool {
 	return !ok || i.Wants(l, b)
 }
 
+// joined implements groupPort: an HCA that is up gets the frames of its groups only.
+func (p *VMPort) joined(group ip) bool {
+	h := p.hca.Load()
+	if h == nil || !(*h).Up() {
+		return true
+	}
+	m, ok := (*h).(GroupMember)
+	return !ok || m.Joined(group)
+}
+
 // Deliver implements Port.
 func (p *VMPort) Deliver(l *loop.Loop, b *frame.Buf, to Destination) {
 	if h := p.hca.Load(); h != nil && b.Layout().Is(header.IsRoCE) && (*h).Up() {

@@ -39,3 +39,9 @@ func (t *mcastTable) with(gid [16]byte, m []*qp) *mcastTable {
 	}
 	return n
 }
+
+// Joined implements vswitch.GroupMember: a QP is attached to the group.
+func (d *dataSide) Joined(gid [16]byte) bool {
+	_, ok := d.groups.Load().groups[gid]
+	return ok
+}

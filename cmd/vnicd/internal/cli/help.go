@@ -64,7 +64,8 @@ learn-peers  accept tunnels from hosts that are not listed
 ageing       lifetime of a learnt address, such as 300s [300s]
 max-entries  size of the forwarding table [16384]
 storm        broadcast, multicast and unknown-unicast frames per second and port;
-             0: unlimited [10000]`, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3"},
+             0: unlimited [10000]
+multicast    snoop: to members only; flood: to all ports [flood]`, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3"},
 	"network del": {"The network's tunnels and host port are removed with it.", "vnicd network del green"},
 	"network add-peer": {"The address is IPv4 or IPv6, as the VTEP's own. Adding a listed peer changes nothing.",
 		"vnicd network add-peer blue 192.0.2.3"},

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
 // inNetwork returns the query for one network, "" for all.
@@ -21,7 +22,7 @@ func inNetwork(argv []string) string {
 }
 
 var networkWords = map[string]wordKind{"vni": once, "mtu": once, "peer": many, "learn-peers": flag, "ageing": once,
-	"max-entries": once, "storm": once}
+	"max-entries": once, "storm": once, "multicast": once}
 
 var tapWords = map[string]wordKind{"address": many, "bridge": once, "rate": once, "offloads": once}
 
@@ -31,7 +32,8 @@ func (a *app) networkCmd() *cobra.Command {
 		RunE: a.showNetworks,
 	}
 	add := &cobra.Command{
-		Use:   "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N]",
+		Use: "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N] " +
+			"[multicast snoop|flood]",
 		Short: "Add a network", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], networkWords)
@@ -111,6 +113,7 @@ func (a *app) showNetworks(c *cobra.Command, argv []string) error {
 		for _, f := range n.Flapping {
 			fmt.Fprintf(a.out, "    FLAPPING %s vlan %d between %s and %s, %d moves\n", f.MAC, f.VLAN, f.From, f.To, f.Moves)
 		}
+		a.showMulticast(&n)
 		if s.VTEP == nil {
 			continue
 		}
@@ -258,4 +261,38 @@ func idle(static bool, d time.Duration) string {
 		return ""
 	}
 	return fmt.Sprintf(" %ds", int(d/time.Second))
+}
+
+// mostGroups bounds the groups that are shown; -j shows all.
+const mostGroups = 64
+
+// showMulticast prints a network's groups, if it has multicast snooping.
+func (a *app) showMulticast(n *vswitch.Status) {
+	m := n.Multicast
+	if m == nil {
+		return
+	}
+	list := func(ps []vswitch.Place) (s string) {
+		for _, p := range ps {
+			s += " " + p.Port
+			if p.Remote != 0 {
+				s += fmt.Sprintf("/%d", p.Remote)
+			}
+		}
+		return s
+	}
+	fmt.Fprintf(a.out, "    multicast: groups %d members %d refused %d not flooded %d\n", m.Groups, m.Members, m.Refused,
+		n.Pruned)
+	for _, q := range m.Queriers {
+		state := map[bool]string{true: "active", false: "waiting"}[q.Active]
+		fmt.Fprintf(a.out, "    %s vlan %d: querier %v at %q, %s; routers%s\n", q.Family, q.VLAN, q.Address, q.Port, state,
+			list(q.Routers))
+	}
+	for i, g := range m.List {
+		if i == mostGroups {
+			fmt.Fprintf(a.out, "    %d more groups\n", len(m.List)-i)
+			break
+		}
+		fmt.Fprintf(a.out, "    group %v vlan %d:%s\n", g.Group, g.VLAN, list(g.Members))
+	}
 }

@@ -172,6 +172,8 @@ type Network struct {
 	// Storm bounds each port's frames per second to unknown or several receivers; 0: the switch's default, -1: no
 	// limit.
 	Storm int
+	// Snoop keeps multicast frames from ports without members; otherwise they are flooded, as by default.
+	Snoop bool
 	// FloodUnknown also sends frames to unknown unicast addresses into tunnels. Default true.
 	FloodUnknown bool
 	// EVPN lets the network take part in EVPN, if the host does. Default true.

@@ -44,6 +44,7 @@ networks:
     ageing: 10s
     max-entries: 100
     storm: 500
+    multicast: snoop
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
   - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB, host-memory: 64MiB, control-time: 5%}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
@@ -94,6 +95,9 @@ func TestParseGood(t *testing.T) {
 		e.Neighbours[0].MaxRoutes != 1000 || len(e.Neighbours[0].NextHops) != 2 || e.Neighbours[0].NextHops[1].Bits() != 32 ||
 		e.Neighbours[1].AS != 4200000000 || !e.Neighbours[1].Passive || e.Neighbours[1].NextHops != nil {
 		t.Errorf("evpn %+v", e)
+	}
+	if !c.Network("red").Snoop || c.Network("blue").Snoop {
+		t.Error("multicast is not as given, or not flood by default")
 	}
 	if n := c.Network("blue"); n.FloodUnknown || !n.EVPN || len(n.RouteTargets) != 2 ||
 		n.RouteTargets[1].String() != "192.0.2.1:7" || !c.Network("red").FloodUnknown {
@@ -314,6 +318,10 @@ func TestParseMistakes(t *testing.T) {
 		{"application key", app("queues: 2"),
 			`x.yaml:6: unknown key "queues" in an application; known: dma, group, ips, limits, mac, memory, memory-budget, memory-weight, name, network, rate, socket-mode, storm, user`},
 		{"application mode", app("socket-mode: 0o1777"), "x.yaml:6: socket-mode must be a number from 1 to 511"},
+		{"multicast", "networks: [{name: n, vni: 1, multicast: drop}]",
+			`x.yaml:1: multicast must be snoop or flood, found "drop"`},
+		{"multicast list", "networks: [{name: n, vni: 1, multicast: [snoop]}]",
+			`x.yaml:1: multicast needs a value, found a list`},
 		{"user", vm("user: nobody at all"), `x.yaml:6: user must be a user of this host or its number, found "nobody at all"`},
 		{"negative user", vm("user: -1"), `x.yaml:6: user must be a user of this host or its number, found "-1"`},
 		{"empty user", vm("user:"), `x.yaml:6: user needs a value, found nothing`},

@@ -487,6 +487,19 @@ func (p *parser) storm(dst *int) func(*yaml.Node) {
 	}
 }
 
+// multicast accepts snoop or flood.
+func (p *parser) multicast(dst *bool) func(*yaml.Node) {
+	return func(n *yaml.Node) {
+		switch s, ok := p.scalar(n, "multicast"); {
+		case !ok:
+		case s == "snoop" || s == "flood":
+			*dst = s == "snoop"
+		default:
+			p.errs.add(n.Line, "multicast must be snoop or flood, found %q", s)
+		}
+	}
+}
+
 // rate accepts bits per second, with k, M or G for a power of 1000.
 func (p *parser) rate(dst *int64) func(*yaml.Node) {
 	return func(n *yaml.Node) {
@@ -530,6 +543,7 @@ func (p *parser) network(n *yaml.Node) *Network {
 		"ageing":        p.duration("ageing", time.Second, 365*24*time.Hour, "300s", &net.Ageing),
 		"max-entries":   number(p, "max-entries", 1, vswitch.MaxMaxEntries, &net.MaxEntries),
 		"storm":         p.storm(&net.Storm),
+		"multicast":     p.multicast(&net.Snoop),
 		"flood-unknown": p.boolean("flood-unknown", &net.FloodUnknown),
 		"evpn":          p.boolean("evpn", &net.EVPN),
 		"route-targets": p.targets(&net.RouteTargets),

@@ -28,7 +28,7 @@ type network struct {
 func (d *Daemon) newNetwork(c *config.Network) (*network, error) {
 	lc := vswitch.Config{
 		VNI: c.VNI, Name: c.Name, MTU: c.MTU, Age: c.Ageing, MaxEntries: c.MaxEntries, Storm: c.Storm, Pool: d.pool,
-		Log: d.log.Named("switch"),
+		Snoop: c.Snoop, Log: d.log.Named("switch"),
 	}
 	n := &network{hand: map[netip.Addr]bool{}}
 	if d.evpn != nil && c.EVPN {

@@ -107,6 +107,7 @@ func (e emitter) traffic(m *traffic, reasons []string, t *vswitch.Totals, labels
 	e.count(m.outFrames, t.OutFrames, labels...)
 	e.count(m.outBytes, t.OutBytes, labels...)
 	e.count(m.floods, t.Floods, labels...)
+	e.count(m.pruned, t.Pruned, labels...)
 	e.count(m.answered, t.Answered, labels...)
 	e.reasons(m.drops, reasons, t.Drops, labels...)
 }
@@ -210,6 +211,14 @@ func (e emitter) network(n *vswitch.Status) {
 	e.count(networkDisplaced, n.Displaced, n.Name)
 	e.count(networkFlaps, n.Flaps, n.Name)
 	e.put(networkFlapping, float64(len(n.Flapping)), n.Name)
+	m := n.Multicast
+	if m == nil {
+		m = &vswitch.MulticastStatus{} // all is flooded
+	}
+	e.put(networkGroups, float64(m.Groups), n.Name)
+	e.put(networkMembers, float64(m.Members), n.Name)
+	e.count(networkRefused, m.Refused, n.Name)
+	e.count(networkPruned, n.Pruned, n.Name)
 	e.reasons(networkDrops, networkDrops.values["reason"], n.Drops, n.Name)
 	for i := range n.Ports {
 		p := &n.Ports[i]

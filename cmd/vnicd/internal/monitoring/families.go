@@ -107,7 +107,13 @@ var (
 	networkDisplaced = counter("network_displaced_total", "Learnt addresses evicted from a full table.", "network")
 	networkFlaps     = counter("network_flaps_total", "Addresses that flapped between ports and were held.", "network")
 	networkFlapping  = gauge("network_flapping", "Addresses that are held because they flap.", "network")
-	networkDrops     = counter("network_dropped_frames_total",
+	networkGroups    = gauge("network_multicast_groups", "Multicast groups with members, if snooped.", "network")
+	networkMembers   = gauge("network_multicast_members", "Members of all those groups.", "network")
+	networkRefused   = counter("network_multicast_refused_total",
+		"Joins of groups, and routers, beyond a limit: their ports got all multicast for some minutes.", "network")
+	networkPruned = counter("network_multicast_pruned_frames_total",
+		"Multicast frames that went to members alone instead of being flooded.", "network")
+	networkDrops = counter("network_dropped_frames_total",
 		"Frames dropped at all ports of a network, closed ones included.", "network", "reason").
 		each("reason", networkReasons()...)
 
@@ -147,7 +153,7 @@ var (
 )
 
 // traffic is counted at ports and tunnels alike.
-type traffic struct{ inFrames, inBytes, outFrames, outBytes, floods, answered, drops metric }
+type traffic struct{ inFrames, inBytes, outFrames, outBytes, floods, pruned, answered, drops metric }
 
 func newTraffic(prefix, what string, labels ...string) traffic {
 	return traffic{
@@ -155,6 +161,7 @@ func newTraffic(prefix, what string, labels ...string) traffic {
 		inBytes:   counter(prefix+"_in_bytes_total", "Bytes that entered the network by "+what+".", labels...),
 		outFrames: counter(prefix+"_out_frames_total", "Frames that left the network by "+what+".", labels...),
 		outBytes:  counter(prefix+"_out_bytes_total", "Bytes that left the network by "+what+".", labels...),
+		pruned:    counter(prefix+"_pruned_frames_total", "Multicast frames from "+what+" for members alone.", labels...),
 		floods:    counter(prefix+"_floods_total", "Frames from "+what+" that were flooded.", labels...),
 		answered: counter(prefix+"_answered_total", "ARP and ND requests from "+what+" that the switch answered.",
 			labels...), drops: counter(prefix+"_dropped_frames_total", "Frames dropped at "+what+", by reason.",

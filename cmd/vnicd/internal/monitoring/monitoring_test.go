@@ -136,6 +136,7 @@ var notExported = regexp.MustCompile(`^(` + strings.Join([]string{
 	`vms\.control\.percent`,                                    // likewise
 	`networks\.fdb\..*`,                                        // per address: unbounded
 	`networks\.(neighbours|flapping)\..*`,                      // likewise
+	`networks\.multicast\.(queriers|list)\..*`,                 // per VLAN, per group
 	`networks\.entries`,                                        // exported as learnt and static
 	`networks\.ports\.loop`,                                    // a place, not a measurement
 	`vtep\.(source_ports|refused\..*)`,                         // per sender: unbounded

@@ -13,7 +13,7 @@ import (
 
 // TestHostConnections: programs of the host (guestdrv/rdmacm; PF-4, MT-10) and the distribution's rping and udaddy in
 // VMs on the same host and on another find each other by address and port, in both roles. Data of rping is verified. A
-// VM's request for a port without a listener is rejected with the reason.
+// VM's request for a port without a listener is rejected with the reason, for programs and for the kernel's NVMe.
 func TestHostConnections(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -69,6 +69,12 @@ func TestHostConnections(t *testing.T) {
 		if err != nil || r.ExitCode == 0 || !strings.Contains(r.Stdout+r.Stderr, fmt.Sprint("error ", 8)) {
 			t.Errorf("%v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
 		}
+		// The kernel's NVMe client says what it was told.
+		r, err = a.VM.Shell(ctx, "timeout -k 5 240 sh -c '"+lab.NVMe{Transport: "rdma", Addr: "10.0.0.101"}.Connect(0)+"'")
+		if err != nil || r.ExitCode == 0 {
+			t.Errorf("nvme: %v, exit %d\n%s%s", err, r.ExitCode, r.Stdout, r.Stderr)
+		}
+		run(ctx, t, a.VM, "dmesg | grep -E 'nvme.*rejected: status 8 \\(invalid service ID\\)'")
 		p.Kill()
 	})
 	quietKernels(ctx, t, w.vms...)

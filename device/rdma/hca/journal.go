@@ -471,7 +471,8 @@ func (j *engineJournal) clear() {
 // An atomic cannot be repeated, so it is noted before it is executed, with the value that it finds and the one that
 // it stores; the note is marked when it has been. A process that finds an unmarked note compares the memory with it.
 // Only if the process was killed between note and execution, a window of one instruction, and another processor of
-// the guest changed the word at the same time, that comparison can be wrong.
+// the guest changed the word at the same time, that comparison can be wrong. A compare and swap that stores nothing is
+// noted, too: when it is repeated, a later atomic may have changed the word.
 //
 //	done (8 bytes: 0, 1: executed, 2: not executed), PSN (8), address (8), key (8), value found (8), value stored (8)
 const (
@@ -498,18 +499,18 @@ func (q *qp) loggedAtomic(p *atomic.Uint64, key translate.Key, va translate.VA, 
 		}
 	}
 	for range atomicTries {
-		old := p.Load()
+		old, done := p.Load(), uint64(noteOpen)
 		next := swapAdd
 		switch op {
 		case roce.AtomicFetchAdd:
 			next += old
 		default:
 			if old != compare {
-				return old
+				done, next = noteDone, old
 			}
 		}
 		b := log.Begin(recAtomic, uint64(q.n))
-		for _, v := range [...]uint64{noteOpen, psn, uint64(va), uint64(key), old, next} {
+		for _, v := range [...]uint64{done, psn, uint64(va), uint64(key), old, next} {
 			b = le.AppendUint64(b, v)
 		}
 		note := log.End(b)
@@ -518,6 +519,9 @@ func (q *qp) loggedAtomic(p *atomic.Uint64, key translate.Key, va translate.VA, 
 			break
 		}
 		point()
+		if done == noteDone {
+			return old
+		}
 		if p.CompareAndSwap(old, next) {
 			point()
 			journal.WordOf(note, 0).Store(noteDone)

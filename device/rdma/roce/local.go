@@ -68,6 +68,11 @@ func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 		*left, q.req.awaitsCommit = 0, true
 		return localDone
 	}
+	if q.req.uncommitted > 0 && s.w.Fence && q.req.nxt == s.first {
+		// A READ before it that is repeated, because this process was killed, must not find what it has written.
+		*left, q.req.awaitsCommit = 0, true
+		return localDone
+	}
 	if q.req.nxt != q.req.una || q.req.sent != q.req.una {
 		// Packets are in flight. They are resent, or an acknowledgement is requested, as frames.
 		if q.req.nxt < q.req.sent || q.req.sinceAckReq > 0 {

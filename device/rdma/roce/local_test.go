@@ -159,3 +159,35 @@ func TestLocalRefusedWritesNothing(t *testing.T) {
 	a.wantSends(StatusRemAccess)
 	same(t, "memory of a refused WRITE", b.regions[1].buf, before)
 }
+
+// With a journal, a request with a fence waits until the READs before it are committed: if this process is killed
+// before, they are repeated, and must not find what the request has written (CO-2, IBTA 10.8.3.3).
+func TestFenceWaitsForCommit(t *testing.T) {
+	f := newFabric(t, 1)
+	f.local = localOn
+	a, b := f.pair(opts())
+	a.journaled, b.journaled = true, true
+	mine, theirs := a.reg(4, chLocal, 200, allAccess), b.reg(1, chTarget, 100, allAccess)
+	for i := range 100 {
+		theirs.buf[i], mine.buf[100+i] = 1, 2
+	}
+	read := WQE{Opcode: WRRead, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal, 100)}}
+	write := WQE{Opcode: WRWrite, RKey: 1, RemoteVA: chTarget, SGEs: []SGE{sge(4, chLocal+100, 100)}, Fence: true}
+	a.post(read)
+	a.post(write)
+	run := func() {
+		leave := a.enter()
+		defer leave()
+		a.q.Run(f.now, 64)
+	}
+	run()
+	if !a.q.AwaitsCommit() || mine.buf[0] != 1 || theirs.buf[0] != 1 || f.frames != 0 {
+		t.Fatalf("waits %v, read %d, there is %d, %d frames", a.q.AwaitsCommit(), mine.buf[0], theirs.buf[0], f.frames)
+	}
+	a.q.Committed()
+	run()
+	if a.q.AwaitsCommit() || theirs.buf[0] != 2 {
+		t.Errorf("after the commit: waits %v, there is %d", a.q.AwaitsCommit(), theirs.buf[0])
+	}
+	a.wantSends(StatusSuccess, StatusSuccess)
+}

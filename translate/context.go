@@ -1,6 +1,9 @@
 package translate
 
-import "fmt"
+import (
+	"fmt"
+	"iter"
+)
 
 // Keys that another process continues (CO-1): their state, and how it is made again. The other process checks it like
 // commands and work requests of a guest, which is what it came from (CO-7).
@@ -99,19 +102,24 @@ func (d *Dynamic) keyState() KeyState {
 	return s
 }
 
-// Pages yields the entries of a pinned region from the first to the last, until yield returns false. The entries of
-// demand regions are not state: they are absent in the other process, and the guest's driver gives them again.
-func (r *Region) Pages(yield func(PageRun) bool) {
-	if r.demand || r.phys {
-		return
+// Pages returns up to n entries of a pinned region from the first on, in order. The entries of demand regions are not
+// state: they are absent in the other process, and the guest's driver gives them again.
+func (r *Region) Pages(first, n uint64) iter.Seq[PageRun] {
+	if r.demand || r.phys || first >= r.npages {
+		return func(func(PageRun) bool) {}
 	}
+	end := first + min(n, r.npages-first)
+	return func(yield func(PageRun) bool) { r.pages(first, end, yield) }
+}
+
+func (r *Region) pages(first, end uint64, yield func(PageRun) bool) {
 	run := PageRun{PA: absentPA}
-	for p := uint64(0); p < r.npages; {
+	for p := first; p < end; {
 		w, n := r.page(p)
-		if w == 0 {
-			n = 1
+		if n == 0 { // nor is another page of the group present
+			n = mttGroupSize - p&mttGroupMask
 		}
-		n = min(n, r.npages-p)
+		n = min(n, end-p)
 		pa := PA(w &^ mttFlags)
 		if w == 0 {
 			pa = absentPA

@@ -2,6 +2,7 @@ package translate
 
 import (
 	"errors"
+	"math"
 	"math/rand/v2"
 	"reflect"
 	"testing"
@@ -27,7 +28,7 @@ func restoredVM(t *testing.T, vm *VM, handles []uint32) *VM {
 			t.Fatal(err)
 		}
 		first := uint64(0)
-		for run := range r.Pages {
+		for run := range r.Pages(0, math.MaxUint64) {
 			pas := make([]PA, run.N)
 			for i := range pas {
 				if pas[i] = run.PA; run.PA != absentPA {

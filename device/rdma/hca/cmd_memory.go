@@ -136,7 +136,7 @@ func setMTT(c *cmd) error {
 		return memoryError(err)
 	}
 	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
-		c.touch(recKey, r.Handle)
+		c.touchPages(r.Handle, r.First, uint64(len(pas)))
 		c.warm(pas, reg.PageSize())
 	}
 	if r.Flags != 0 {
@@ -203,7 +203,7 @@ func clearMTT(c *cmd) error {
 	c.d.invalidations.Add(1)
 	c.cleared, c.clears = r.Handle, true
 	if reg, err := c.d.data.vm.Region(r.Handle); err == nil && !reg.Demand() {
-		c.touch(recKey, r.Handle)
+		c.touchPages(r.Handle, r.First, r.Count)
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"time"
 
@@ -557,9 +558,7 @@ func (d *Device) takeKey(handle uint32) (k keyContext, err error) {
 	if err != nil {
 		return k, err
 	}
-	for run := range reg.Pages {
-		k.runs = append(k.runs, run)
-	}
+	k.runs = slices.AppendSeq(k.runs, reg.Pages(0, math.MaxUint64))
 	return k, nil
 }
 

@@ -2,6 +2,7 @@ package hca
 
 import (
 	"maps"
+	"math"
 	"slices"
 	"sync"
 	"testing"
@@ -223,7 +224,7 @@ func crashInCommands(t *testing.T, at int) (points int) {
 		t.Error(err)
 	} else {
 		var runs []translate.PageRun
-		for run := range reg.Pages {
+		for run := range reg.Pages(0, math.MaxUint64) {
 			runs = append(runs, run)
 		}
 		if want := []translate.PageRun{{N: 1, PA: mem}, {N: 1, PA: abi.MTTAbsent}}; !slices.Equal(runs, want) {

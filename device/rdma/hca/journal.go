@@ -37,7 +37,7 @@ const (
 	recTurn       = iota + 1 // engine: a commit begins; completions before it have been posted
 	recQP                    // QP number: qpState
 	recSRQ                   // SRQ: srqState
-	recKey                   // key: keyContext; engine: of a dynamic key, without pages of a region
+	recKey                   // key: keyContext, without pages of a region (recPages); engine: of a dynamic key
 	recCompletion            // engine: a completion that is to be posted, see output
 	recAtomic                // QP number: an atomic that is to be executed, see noteAtomic
 	recDevice                // control, from here on
@@ -51,7 +51,8 @@ const (
 	recGroups
 	recQueue
 	recJob
-	recGone // the record names a kind and key that exist no more
+	recGone  // the record names a kind and key that exist no more
+	recPages // region and part: pagesContext; what a recKey of the region describes has no pages yet
 )
 
 // engineJournal belongs to the engine's loop.

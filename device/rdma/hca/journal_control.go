@@ -4,6 +4,7 @@ package hca
 
 import (
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -73,11 +74,18 @@ func (j *jobRecord) record(c *record.Codec) {
 	c.Blob(&j.answer, abi.SizeResp+maxReply, "bytes of an answer")
 }
 
-// object names an object that a command has made, changed or destroyed.
-type object struct{ kind, n uint32 }
+// object names an object that a command has made, changed or destroyed. part: of recPages.
+type object struct{ kind, n, part uint32 }
 
 // touch records that the command has made, changed or destroyed an object.
-func (c *cmd) touch(kind, n uint32) { c.touched = append(c.touched, object{kind, n}) }
+func (c *cmd) touch(kind, n uint32) { c.touched = append(c.touched, object{kind: kind, n: n}) }
+
+// touchPages records that the command has changed MTT entries of a pinned region, count of them from first on.
+func (c *cmd) touchPages(handle uint32, first, count uint64) {
+	for part := first / partPages; part*partPages < first+count; part++ {
+		c.touched = append(c.touched, object{recPages, handle, uint32(part)})
+	}
+}
 
 // Journal implements virtio.Survivor.
 func (d *Device) Journal() (int, error) {
@@ -199,21 +207,21 @@ func (d *Device) renewJournal() {
 	}
 	j.log.Restart()
 	t := &d.tables
-	d.addObject(object{recDevice, 0})
+	d.addObject(object{kind: recDevice})
 	for i := range d.data.gids.snap.Load().all {
-		d.addObject(object{recGID, uint32(i)})
+		d.addObject(object{kind: recGID, n: uint32(i)})
 	}
 	for _, e := range d.data.engines {
-		d.addObject(object{recBells, uint32(e.id)})
+		d.addObject(object{kind: recBells, n: uint32(e.id)})
 	}
-	d.addObject(object{recAHs, 0})
+	d.addObject(object{kind: recAHs})
 	addAll(d, recPD, t.pds)
 	addAll(d, recKey, t.mrs)
 	addAll(d, recKey, t.mws)
 	addAll(d, recCQ, t.cqs)
 	addAll(d, recSRQObject, t.srqs)
 	addAll(d, recQPObject, t.qpList)
-	d.addObject(object{recGroups, 0})
+	d.addObject(object{kind: recGroups})
 	j.addQueue()
 	for _, seq := range j.gone {
 		delete(j.jobs, seq)
@@ -230,7 +238,7 @@ func (d *Device) renewJournal() {
 // addAll adds the objects of a table.
 func addAll[T any](d *Device, kind uint32, table map[uint32]T) {
 	for n := range table {
-		d.addObject(object{kind, n})
+		d.addObject(object{kind: kind, n: n})
 	}
 }
 
@@ -282,12 +290,17 @@ func (d *Device) addObject(x object) {
 		}
 	case recKey:
 		b := j.log.Begin(x.kind, uint64(x.n)) // the stamp is older than the state, which an engine may change and record
-		if k, err := d.takeKey(x.n); err == nil {
+		if s, err := d.data.vm.State(x.n); err == nil {
+			k := keyContext{state: s}
 			c := j.codec.AppendTo(b).Of(contextVersion)
 			k.record(c)
 			j.log.End(c.Bytes())
+			d.addPages(x.n)
 			return
 		}
+	case recPages:
+		d.addPart(x.n, x.part)
+		return // parts go with their region
 	case recCQ:
 		if o := t.cqs[x.n]; o != nil {
 			j.addCQ(d, o)
@@ -319,6 +332,36 @@ func (d *Device) addObject(x object) {
 		return
 	}
 	j.remove(x)
+}
+
+// addPages adds the MTT entries of a new region, if it is a pinned one and they are not absent.
+func (d *Device) addPages(handle uint32) {
+	reg, err := d.data.vm.Region(handle)
+	if err != nil {
+		return
+	}
+	page, part := uint64(0), uint64(0) // part: the first that was not added
+	for run := range reg.Pages(0, math.MaxUint64) {
+		if end := page + run.N; run.PA&abi.MTTAbsent == 0 {
+			for part = max(part, page/partPages); part*partPages < end; part++ {
+				d.addPart(handle, uint32(part))
+			}
+		}
+		page += run.N
+	}
+}
+
+// addPart adds a part of the MTT entries of a pinned region.
+func (d *Device) addPart(handle, part uint32) {
+	reg, err := d.data.vm.Region(handle)
+	if err != nil {
+		return
+	}
+	x := pagesContext{slices.Collect(reg.Pages(uint64(part)*partPages, partPages))}
+	j := d.journal
+	c := j.codec.AppendTo(j.log.Begin(recPages, uint64(handle)<<32|uint64(part))).Of(contextVersion)
+	x.record(c)
+	j.log.End(c.Bytes())
 }
 
 func (j *controlJournal) addCQ(d *Device, o *cqObject) {
@@ -380,7 +423,7 @@ func (d *Device) commandExecuted(x *job, touched []object) {
 	for _, o := range touched {
 		d.addObject(o)
 	}
-	d.addObject(object{recDevice, 0})
+	d.addObject(object{kind: recDevice})
 	j.answered(x, x.resp[:x.n])
 	d.commit(j)
 }

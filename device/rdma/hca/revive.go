@@ -95,6 +95,7 @@ type journalReader struct {
 	bells map[uint32]bellContext
 	pds   map[uint32]bool
 	keys  map[uint32]stamped[keyContext]
+	parts map[uint32]map[uint32]pagesContext // of regions: by handle, then by part
 	cqs   map[uint32]cqContext
 	srqs  map[uint32]stamped[srqContext]
 	qps   map[uint32]stamped[qpContext]
@@ -110,6 +111,7 @@ func (r *journalReader) read(c *journal.Contents) error {
 	r.past.cqs, r.past.jobs = map[uint32]*journal.Word{}, map[uint64]jobRecord{}
 	r.gids, r.bells, r.pds = map[uint32]gidContext{}, map[uint32]bellContext{}, map[uint32]bool{}
 	r.keys, r.cqs = map[uint32]stamped[keyContext]{}, map[uint32]cqContext{}
+	r.parts = map[uint32]map[uint32]pagesContext{}
 	r.srqs, r.qps = map[uint32]stamped[srqContext]{}, map[uint32]stamped[qpContext]{}
 	for i := range c.Shards[0] {
 		if err := r.control(&c.Shards[0][i], c.Words); err != nil {
@@ -185,6 +187,13 @@ func (r *journalReader) control(x *journal.Record, words []*journal.Word) (err e
 		var v keyContext
 		err = r.decode(x, v.record)
 		r.keys[n], named = stamped[keyContext]{x.Stamp, v}, uint32(v.state.Handle)
+		r.parts[n] = map[uint32]pagesContext{}
+	case recPages:
+		var v pagesContext
+		err = r.decode(x, v.record)
+		if parts := r.parts[uint32(x.Key>>32)]; parts != nil {
+			parts[n] = v
+		}
 	case recCQ:
 		var v cqContext
 		word := 0
@@ -240,6 +249,7 @@ func (r *journalReader) gone(kind, n uint32) {
 		delete(r.pds, n)
 	case recKey:
 		delete(r.keys, n)
+		delete(r.parts, n)
 	case recCQ:
 		delete(r.cqs, n)
 	case recSRQObject:
@@ -311,6 +321,21 @@ func readNote(notes []pastNote, x *journal.Record) ([]pastNote, error) {
 		va: le.Uint64(b[16:]), key: le.Uint64(b[24:]), found: le.Uint64(b[32:])}), nil
 }
 
+// runs returns the MTT entries of a key, of which an earlier version has recorded some.
+func (r *journalReader) runs(handle uint32, runs []translate.PageRun) []translate.PageRun {
+	next := uint64(0) // page
+	for _, part := range slices.Sorted(maps.Keys(r.parts[handle])) {
+		if gap := uint64(part)*partPages - next; gap > 0 {
+			runs = append(runs, translate.PageRun{N: gap, PA: abi.MTTAbsent})
+		}
+		next = uint64(part) * partPages
+		for _, run := range r.parts[handle][part].runs {
+			runs, next = append(runs, run), next+run.N
+		}
+	}
+	return runs
+}
+
 // assemble makes the lists of the context, in the order of a context that was saved.
 func (r *journalReader) assemble() {
 	x := &r.x
@@ -324,6 +349,7 @@ func (r *journalReader) assemble() {
 	for _, windows := range []bool{false, true} {
 		for _, n := range slices.Sorted(maps.Keys(r.keys)) {
 			if k := r.keys[n].v; k.window() == windows {
+				k.runs = r.runs(n, k.runs)
 				x.keys = append(x.keys, k)
 			}
 		}

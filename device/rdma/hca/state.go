@@ -12,8 +12,8 @@ import (
 // (journal.go).
 
 // contextVersion is the version of the encoding. 2: connections that connection management made; 3: atomics that a
-// killed process has executed. 4: states of QPs in words; the driver's nonce.
-const contextVersion = 4
+// killed process has executed. 4: states of QPs in words; the driver's nonce. 5: in the journal, MTT entries in parts.
+const contextVersion = 5
 
 const (
 	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.
@@ -33,6 +33,13 @@ type keyContext struct {
 	state translate.KeyState
 	runs  []translate.PageRun
 }
+
+// pagesContext has the MTT entries of a part of a pinned region, which begins at a multiple of partPages.
+type pagesContext struct{ runs []translate.PageRun }
+
+// partPages is the number of MTT entries in a part. A driver gives those of a large region by many commands, each of
+// which then adds little to the journal.
+const partPages = 4096
 
 // window reports whether the key is a memory window.
 func (k *keyContext) window() bool { return k.state.Dynamic && k.state.Kind != translate.FastRegion }
@@ -78,10 +85,7 @@ func (k *keyContext) record(c *record.Codec) {
 	record.Num(c, &sp.Offset)
 	record.Num(c, &sp.NPages)
 	if !s.Dynamic {
-		record.List(c, &k.runs, mostEntries, "runs of pages", func(r *translate.PageRun) {
-			record.Num(c, &r.N)
-			record.Num(c, &r.PA)
-		})
+		recordRuns(c, &k.runs)
 		return
 	}
 	record.Num(c, &s.Kind)
@@ -91,6 +95,27 @@ func (k *keyContext) record(c *record.Codec) {
 	record.Num(c, &s.QP)
 	record.Num(c, &s.Base)
 	record.List(c, &s.Pages, translate.MaxFastPages, "pages", func(pa *translate.PA) { record.Num(c, pa) })
+}
+
+func recordRuns(c *record.Codec, runs *[]translate.PageRun) {
+	record.List(c, runs, mostEntries, "runs of pages", func(r *translate.PageRun) {
+		record.Num(c, &r.N)
+		record.Num(c, &r.PA)
+	})
+}
+
+func (x *pagesContext) record(c *record.Codec) {
+	recordRuns(c, &x.runs)
+	if !c.Reading() || c.Err() != nil {
+		return
+	}
+	n := uint64(0)
+	for i := range x.runs {
+		if n += x.runs[i].N; n > partPages || x.runs[i].N > partPages {
+			c.Fail("part of a region with more than %d pages", partPages)
+			return
+		}
+	}
 }
 
 func takeIndices(w *workRing) indicesContext { return indicesContext{w.next, w.done, w.stale} }

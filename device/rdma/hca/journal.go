@@ -187,15 +187,16 @@ func (e *engine) settleNow() {
 	}
 }
 
-// commitPeers commits the engines that have executed requests of this one on the local path.
+// commitPeers commits the engines that have executed requests of this one on the local path. They have peers of their
+// own only if a memory fault has ended their poll.
 func (e *engine) commitPeers() {
-	j := e.journal
-	for i, p := range j.peers {
-		if j.peers[i] = nil; p != e && p.journal != nil {
-			p.commit() // it shows what follows at its next poll
+	peers := e.journal.peers
+	e.journal.peers = peers[:0]
+	for i, p := range peers {
+		if peers[i] = nil; p != e && p.journal != nil {
+			p.commitNow() // it shows what follows at its next poll
 		}
 	}
-	j.peers = j.peers[:0]
 }
 
 // commit makes the present states valid in the journal.

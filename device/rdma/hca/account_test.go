@@ -123,10 +123,11 @@ var kinds = map[string]kind{
 	"memory windows": {n: 20000, slack: 2, make: func(g *guest, pd uint32, i int) {
 		g.must(abi.CmdCreateMW, enc(abi.SizeCreateMW, &abi.CreateMW{PDN: pd, Type: uint32(1 + i%2)}))
 	}},
-	// A QP is charged from the beginning with what it occupies once it has left RESET.
+	// A QP is charged from the beginning with what it occupies at most, when all its rings are in use (TestFootprint of
+	// roce).
 	"idle QPs":                {n: 300, slack: 20, make: qpOf(abi.QPTypeRC, 4, 64, false)},
-	"connected QPs":           {n: 300, slack: 2, make: qpOf(abi.QPTypeRC, 4, 64, true)},
-	"connected QPs, largest":  {n: 200, slack: 2, make: qpOf(abi.QPTypeRC, 32, 512, true)},
+	"connected QPs":           {n: 300, slack: 12, make: qpOf(abi.QPTypeRC, 4, 64, true)},
+	"connected QPs, largest":  {n: 200, slack: 12, make: qpOf(abi.QPTypeRC, 32, 512, true)},
 	"datagram QPs in a group": {n: 300, slack: 4, make: qpOf(abi.QPTypeUD, 32, 512, true)},
 }
 
@@ -440,7 +441,8 @@ func TestAccountFull(t *testing.T) {
 	} else {
 		t.Logf("the process has grown by %d bytes", n)
 	}
-	if grown > 48<<20 || grown < 36<<20 || s.Used > s.Limit || s.Refused == 0 {
+	least := (48<<20 - int64(s.By["qps"])) / 4 * 3 // QPs that are not used take little of what they are charged with
+	if grown > 48<<20 || grown < least || s.Used > s.Limit || s.Refused == 0 {
 		t.Errorf("the heap has grown by %d bytes: %+v", grown, s)
 	}
 	g.must(abi.CmdQueryPort, nil)

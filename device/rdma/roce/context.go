@@ -229,7 +229,7 @@ func (v *AddressVector) record(c *record.Codec, addressable func(*AddressVector)
 // record describes the requester: work requests head to tail, and how much of them is acknowledged. In the error state
 // they have no PSNs: they are flushed.
 func (r *requester) record(c *record.Codec, q *QP, state State, addressable func(*AddressVector) bool) {
-	n := c.Len(int(r.tail-r.head), len(r.slots), "send requests")
+	n := c.Len(int(r.tail-r.head), q.cfg.MaxOutstanding, "send requests")
 	first, una, sent := r.nextPSN, r.una, r.sent // first: of the oldest request
 	switch {
 	case state == Err:
@@ -244,6 +244,9 @@ func (r *requester) record(c *record.Codec, q *QP, state State, addressable func
 	record.Max(c, &r.rnrLeft, rnrForever, "RNR NAKs left")
 	if c.Reading() {
 		r.tail, r.nextPSN, r.una, r.sent = r.head, first, una, sent
+	}
+	for len(r.slots) < n { // only while reading, when it is empty
+		r.grow(&q.cfg)
 	}
 	for i := range uint32(n) {
 		s := r.slot(r.head + i)
@@ -610,18 +613,18 @@ func (f *failure) record(c *record.Codec) {
 
 // recordResources describes the READs and atomics that may be repeated, newest first.
 func (r *responder) recordResources(c *record.Codec, q *QP) {
-	slots := uint64(len(r.resources))
+	slots := uint64(r.depth)
 	if c.Reading() && r.accepted > maxPSN {
 		c.Fail("%d READs and atomics accepted", r.accepted)
 	}
 	known := 0 // fewer than there is room for if their number was raised lately
-	for !c.Reading() && uint64(known) < min(r.accepted, slots) && r.resources[(r.accepted-1-uint64(known))%slots].op != 0 {
+	for !c.Reading() && uint64(known) < min(r.accepted, slots) && r.resource(r.accepted-1-uint64(known)).op != 0 {
 		known++
 	}
 	known = c.Len(known, int(min(r.accepted, slots)), "READs and atomics")
 	end := r.epsn
 	for i := uint64(1); i <= uint64(known) && c.Err() == nil; i++ {
-		o := &r.resources[(r.accepted-i)%slots]
+		o := r.resource(r.accepted - i)
 		o.record(c)
 		if !c.Reading() || c.Err() != nil {
 			continue

@@ -64,7 +64,7 @@ func (q *QP) expectsLocal(psn uint64) bool {
 // localRC takes a step of slot cur of an RC QP. left is the number of bytes that this Run may still copy.
 func (q *QP) localRC(p *QP, s *sendSlot, left *uint64) localOutcome {
 	journaled := s.info.kind.needsResponse() && q.link.Journaled()
-	if journaled && q.req.uncommitted >= len(p.resp.resources) && len(p.resp.resources) > 0 {
+	if journaled && q.req.uncommitted >= p.resp.depth && p.resp.depth > 0 {
 		*left, q.req.awaitsCommit = 0, true
 		return localDone
 	}
@@ -184,7 +184,7 @@ func (q *QP) localStep(p *QP, s *sendSlot, left *uint64) (n uint64, res localOut
 		}
 	case kindFlush:
 		f, whole := flushNeeds(s.w.Flush), s.w.Flush.Selectivity == wire.FlushRegion
-		if p.resp.op != 0 || p.attr.Access&f != f || len(p.resp.resources) == 0 ||
+		if p.resp.op != 0 || p.attr.Access&f != f || p.resp.depth == 0 ||
 			!p.memory.FlushRemote(s.w.RKey, s.w.RemoteVA, uint64(s.w.FlushLen), whole, f).OK() {
 			return 0, localFrame
 		}
@@ -322,7 +322,7 @@ func (q *QP) finishLocalWrite(s *sendSlot, off, size uint64) {
 // localRead copies want bytes of a READ from byte off on.
 func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res localOutcome) {
 	w := &s.w
-	if p.resp.op != 0 || p.attr.Access&translate.RemoteRead == 0 || len(p.resp.resources) == 0 ||
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteRead == 0 || p.resp.depth == 0 ||
 		want > 0 && !p.memory.CheckRemote(w.RKey, w.RemoteVA+translate.VA(off), want, translate.RemoteRead).OK() {
 		return 0, localFrame
 	}
@@ -345,7 +345,7 @@ func (q *QP) localRead(p *QP, s *sendSlot, off, want uint64) (done uint64, res l
 // epoch ends.
 func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.resp.op != 0 || p.attr.Access&translate.RemoteAtomic == 0 || len(p.resp.resources) == 0 ||
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteAtomic == 0 || p.resp.depth == 0 ||
 		w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}
@@ -372,7 +372,7 @@ func (q *QP) localAtomic(p *QP, s *sendSlot) localOutcome {
 // localAtomicWrite executes an ATOMIC WRITE.
 func (q *QP) localAtomicWrite(p *QP, s *sendSlot) localOutcome {
 	w := &s.w
-	if p.resp.op != 0 || p.attr.Access&translate.RemoteWrite == 0 || len(p.resp.resources) == 0 ||
+	if p.resp.op != 0 || p.attr.Access&translate.RemoteWrite == 0 || p.resp.depth == 0 ||
 		w.RemoteVA&(atomicLen-1) != 0 {
 		return localFrame
 	}

@@ -19,7 +19,7 @@ import (
 // una is the oldest PSN without response and belongs to slot head. nxt is the next PSN to send and belongs to slot cur.
 // sent is the end of all PSNs that were ever sent. Go-back-N sets nxt back to una and gathers the messages' data again.
 type requester struct {
-	slots           []sendSlot // ring of WQEs; the length is a power of two
+	slots           []sendSlot // ring of WQEs; the length is a power of two, see grow
 	head, cur, tail uint32     // numbers of WQEs
 	una, nxt, sent  uint64     // PSNs
 	nextPSN         uint64     // first PSN of the next WQE
@@ -81,7 +81,11 @@ const (
 
 func (r *requester) slot(n uint32) *sendSlot { return &r.slots[n&uint32(len(r.slots)-1)] }
 
-// allocate makes the rings of all parts, when the QP leaves RESET.
+// firstSlots is how many WQEs the ring of a new QP has room for.
+const firstSlots = 4
+
+// allocate prepares all parts, when the QP leaves RESET. What takes much memory is made or grows when it is used: a
+// program may have thousands of connections, of which few are busy.
 func (q *QP) allocate() {
 	q.req.allocate(&q.cfg)
 	q.resp.recv.SGEs = make([]SGE, 0, q.cfg.MaxRecvSGE)
@@ -91,20 +95,28 @@ func (q *QP) allocate() {
 	}
 }
 
-// allocate makes the ring of WQEs with storage for their segments and inline data.
 func (r *requester) allocate(cfg *Config) {
-	n := cfg.MaxOutstanding
-	r.slots = make([]sendSlot, n)
-	sges := make([]SGE, n*cfg.MaxSendSGE)
-	inline := make([]byte, n*cfg.MaxInline)
-	for i := range r.slots {
-		w := &r.slots[i].w
-		w.SGEs, sges = sges[:0:cfg.MaxSendSGE], sges[cfg.MaxSendSGE:]
-		w.InlineData, inline = inline[:0:cfg.MaxInline], inline[cfg.MaxInline:]
-	}
+	r.grow(cfg)
 	if cfg.Type == RC {
 		r.readEnds = make([]uint64, 1<<ceilLog2(cfg.MaxRdAtomic))
 		r.endsCopy = make([]uint64, 0, len(r.readEnds))
+	}
+}
+
+// grow makes the ring of WQEs, with storage for their segments and inline data, or replaces one that is full by one of
+// four times the size, MaxOutstanding at most.
+func (r *requester) grow(cfg *Config) {
+	old, used := r.slots, r.tail-r.head
+	r.slots = make([]sendSlot, min(max(4*len(old), firstSlots), cfg.MaxOutstanding))
+	for n := r.head; n != r.tail; n++ {
+		*r.slot(n) = old[n&uint32(len(old)-1)]
+	}
+	added := len(r.slots) - int(used)
+	sges, inline := make([]SGE, added*cfg.MaxSendSGE), make([]byte, added*cfg.MaxInline)
+	for i := range uint32(added) {
+		w := &r.slot(r.tail + i).w
+		w.SGEs, sges = sges[:0:cfg.MaxSendSGE], sges[cfg.MaxSendSGE:]
+		w.InlineData, inline = inline[:0:cfg.MaxInline], inline[cfg.MaxInline:]
 	}
 }
 
@@ -133,9 +145,12 @@ func (q *QP) fetchWQE() bool {
 	if q.state != RTS && q.req.nextPSN >= q.req.sent {
 		return false // SQD: only WQEs that were begun
 	}
-	if q.req.tail-q.req.head == uint32(len(q.req.slots)) {
-		q.req.blocked = true
-		return false
+	if n := len(q.req.slots); int(q.req.tail-q.req.head) == n {
+		if n == q.cfg.MaxOutstanding {
+			q.req.blocked = true
+			return false
+		}
+		q.req.grow(&q.cfg)
 	}
 	s := q.req.slot(q.req.tail)
 	if !q.fetchInto(s) {

@@ -23,7 +23,8 @@ type responder struct {
 	haveRecv    bool
 	dropMessage bool // UC: the rest of this message is ignored
 
-	resources []resource // ring of max_dest_rd_atomic
+	resources []resource // ring of depth, see resource
+	depth     int        // max_dest_rd_atomic
 	accepted  uint64     // READs and atomics accepted so far
 	pending   int        // resources with responses to send
 
@@ -153,20 +154,30 @@ func (r *responder) start(psn uint32) {
 // resizeResources sets how many READs and atomics are remembered. It keeps the newest: SQD, where the number may
 // change, does not stop the responder.
 func (r *responder) resizeResources(n int) {
-	if n == len(r.resources) {
+	if n == r.depth {
 		return
 	}
-	old := r.resources
-	r.resources = make([]resource, n)
-	r.pending = 0
-	known := min(r.accepted, uint64(len(old)), uint64(n))
+	old, known := r.resources, min(r.accepted, uint64(r.depth), uint64(n))
+	r.resources, r.depth, r.pending = nil, n, 0
+	if old == nil {
+		return
+	}
 	for i := uint64(1); i <= known; i++ {
 		a := old[(r.accepted-i)%uint64(len(old))]
-		r.resources[(r.accepted-i)%uint64(n)] = a
+		*r.resource(r.accepted - i) = a
 		if a.pending {
 			r.pending++
 		}
 	}
+}
+
+// resource returns the place of READ or atomic n, counted from 0, if depth is not 0. The ring is made when it is used
+// for the first time.
+func (r *responder) resource(n uint64) *resource {
+	if r.resources == nil {
+		r.resources = make([]resource, r.depth)
+	}
+	return &r.resources[n%uint64(r.depth)]
 }
 
 // dropResponses discards all responses that are due, and the queued requests.

@@ -14,10 +14,10 @@ import (
 // a duplicate, the repetition is dropped: a requester that respects the limit sends a new request only after earlier
 // responses have arrived.
 func (r *responder) newResource() *resource {
-	if len(r.resources) == 0 {
+	if r.depth == 0 {
 		return nil
 	}
-	a := &r.resources[r.accepted%uint64(len(r.resources))]
+	a := r.resource(r.accepted)
 	if a.pending {
 		if a.sentEnd < a.end {
 			return nil
@@ -74,7 +74,7 @@ func (q *QP) acceptAtomic(p *wire.RoCE) verdict {
 		a.va, a.key, a.compare, a.swapAdd = translate.VA(h.VA), translate.Key(h.RKey), h.Compare, h.SwapAdd
 	}
 	if q.resp.op != 0 || q.attr.Access&atomicOps[a.op].Needs() == 0 || a.va&(atomicLen-1) != 0 ||
-		len(q.resp.resources) == 0 {
+		q.resp.depth == 0 {
 		return vInvReq
 	}
 	parked := q.faults.request.cause == waitAtomic
@@ -104,7 +104,7 @@ func flushNeeds(h wire.FETH) (need translate.Access) {
 func (q *QP) acceptFlush(p *wire.RoCE) verdict {
 	h, f := p.RETH(), p.FETH()
 	need := flushNeeds(f)
-	if need == 0 || q.resp.op != 0 || q.attr.Access&need != need || len(q.resp.resources) == 0 {
+	if need == 0 || q.resp.op != 0 || q.attr.Access&need != need || q.resp.depth == 0 {
 		return vInvReq
 	}
 	whole := f.Selectivity == wire.FlushRegion
@@ -319,9 +319,9 @@ func (q *QP) sendEmptyResponse(psn uint64) {
 
 // findResource returns the READ or atomic that psn belongs to; nil: it is not remembered.
 func (r *responder) findResource(psn uint64) *resource {
-	n := uint64(len(r.resources))
+	n := uint64(r.depth)
 	for i := uint64(1); i <= min(n, r.accepted); i++ {
-		a := &r.resources[(r.accepted-i)%n]
+		a := r.resource(r.accepted - i)
 		if psn >= a.first && psn < a.end {
 			return a
 		}
@@ -331,9 +331,9 @@ func (r *responder) findResource(psn uint64) *resource {
 
 // oldestPending returns the oldest resource with responses to send. pending is not 0.
 func (r *responder) oldestPending() *resource {
-	n := uint64(len(r.resources))
+	n := uint64(r.depth)
 	for i := min(n, r.accepted); i > 0; i-- {
-		if a := &r.resources[(r.accepted-i)%n]; a.pending {
+		if a := r.resource(r.accepted - i); a.pending {
 			return a
 		}
 	}

@@ -36,8 +36,9 @@ const (
 // gap it records only when each packet was sent. The methods take the requester's una (oldest PSN without response) and
 // sent (end of all PSNs that were sent).
 type Scoreboard struct {
+	span   uint64  // a power of two
 	sentAt []int64 // ring by PSN: when it was sent last; if Overdue: since when
-	flags  []Flags // ring by PSN
+	flags  []Flags // ring by PSN; both are made for the first packet
 
 	RTT RTT
 
@@ -59,9 +60,10 @@ type Scoreboard struct {
 }
 
 // NewScoreboard makes a scoreboard for n PSNs in flight; n is a power of two.
-func NewScoreboard(n int) Scoreboard {
-	return Scoreboard{sentAt: make([]int64, n), flags: make([]Flags, n)}
-}
+func NewScoreboard(n int) Scoreboard { return Scoreboard{span: uint64(n)} }
+
+// allocate makes the rings.
+func (b *Scoreboard) allocate() { b.sentAt, b.flags = make([]int64, b.span), make([]Flags, b.span) }
 
 // Footprint bounds the bytes that a scoreboard for n PSNs occupies.
 func Footprint(n int) uint64 {
@@ -69,11 +71,21 @@ func Footprint(n int) uint64 {
 }
 
 // Reset returns to the state of a new scoreboard and keeps the rings.
-func (b *Scoreboard) Reset() { *b = Scoreboard{sentAt: b.sentAt, flags: b.flags} }
+func (b *Scoreboard) Reset() { *b = Scoreboard{span: b.span, sentAt: b.sentAt, flags: b.flags} }
 
-func (b *Scoreboard) time(psn uint64) *int64 { return &b.sentAt[psn&uint64(len(b.sentAt)-1)] }
+func (b *Scoreboard) time(psn uint64) *int64 {
+	if b.sentAt == nil {
+		b.allocate()
+	}
+	return &b.sentAt[psn&uint64(len(b.sentAt)-1)]
+}
 
-func (b *Scoreboard) flag(psn uint64) *Flags { return &b.flags[psn&uint64(len(b.flags)-1)] }
+func (b *Scoreboard) flag(psn uint64) *Flags {
+	if b.flags == nil {
+		b.allocate()
+	}
+	return &b.flags[psn&uint64(len(b.flags)-1)]
+}
 
 // Flags returns the flags of psn.
 func (b *Scoreboard) Flags(psn uint64) Flags { return *b.flag(psn) }
@@ -169,7 +181,7 @@ func (b *Scoreboard) ResponseArrived(psn, una, sent uint64, now int64) {
 
 // DuplicateResponse notes that the response psn arrived once more.
 func (b *Scoreboard) DuplicateResponse(psn, sent uint64) {
-	if sent-psn > uint64(len(b.flags)) {
+	if sent-psn > b.span {
 		return
 	}
 	if f := b.flag(psn); *f&(AwaitsResponse|RetransmittedAlone) == AwaitsResponse|RetransmittedAlone {

@@ -28,10 +28,13 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 	if psn < q.req.una || psn >= q.req.sent {
 		// A duplicate, or a response to a PSN that was never sent (IBTA 9.7.5.1.5: ghosts).
 		q.stats.Duplicates++
-		if psn < q.req.una && p.Info.Op != wire.Ack {
-			q.recovery.scoreboard.DuplicateResponse(psn, q.req.sent)
+		if psn >= q.req.una {
+			return
 		}
-		if psn < q.req.una && p.Info.Op == wire.Ack && p.AETH().Syndrome.Kind() == wire.SyndromeACK {
+		q.recovery.early.duplicate(psn)
+		if p.Info.Op != wire.Ack {
+			q.recovery.scoreboard.DuplicateResponse(psn, q.req.sent)
+		} else if p.AETH().Syndrome.Kind() == wire.SyndromeACK {
 			q.receiverReady()
 		}
 		return
@@ -146,6 +149,7 @@ func (q *QP) advanceUna(start uint64) {
 		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
 	q.req.retireReads()
+	q.recovery.early.answered()
 	q.recovery.measureRTT(q.req.una, q.now)
 	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes = 0, 0, 0
 	if q.req.nxt > q.req.una {

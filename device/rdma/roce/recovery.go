@@ -7,7 +7,8 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 //
 // The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would
 // cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
-// tail-loss probes: a few of them, backing off, not charged to retry_cnt.
+// tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few packets
+// comes much earlier, once for each una: what is lost most often, and waited for, is a message alone.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -22,6 +23,11 @@ const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
 	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
+
+	earlyMin     = 200e3 // ns
+	earlyPackets = 4     // in flight at most: they are sent again
+	earlyBackoff = 4     // doublings at most of the time until the early probe, for a path with late responses
+	earlyCalm    = 64    // advances of una until it comes earlier again
 
 	lateTimer = 1e6 // ns; a loop that runs is not that late
 	// maxLate is how often in a row a late timeout has no effect. The next one counts, so a dead peer is noticed.
@@ -43,7 +49,8 @@ type lossRecovery struct {
 	gapReported bool
 
 	retryLeft uint8
-	probes    uint8  // tail-loss probes since una last advanced
+	probes    uint8 // tail-loss probes since una last advanced
+	early     earlyProbe
 	timeout   int64  // local ACK timeout, ns; 0: none
 	rtxAt     int64  // deadline of the retransmission timer, for a probe or for the timeout; 0: not armed
 	timeoutAt int64  // when the timeout expires and counts against retry_cnt; 0: not running
@@ -52,6 +59,36 @@ type lossRecovery struct {
 
 	late        uint8 // how often in a row an expiry had no effect because it was late
 	silentSince int64 // since when the peer has not answered the oldest packet, which was sent again; 0: it was not
+}
+
+// earlyProbe is the first probe between vnicds. If both transmissions are answered, it was in vain, and the next ones
+// wait longer.
+type earlyProbe struct {
+	armed, done bool
+	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
+	doublings   uint8  // of the time until it is sent
+	calm        uint8  // advances of una since it was in vain
+}
+
+// delay returns after how many ns it is due.
+func (e *earlyProbe) delay(rtt int64) int64 { return max(earlyMin, 2*rtt) << e.doublings }
+
+// answered notes that una has advanced.
+func (e *earlyProbe) answered() {
+	e.armed, e.done = false, false
+	if e.doublings == 0 {
+		return
+	}
+	if e.calm++; e.calm == earlyCalm {
+		e.doublings, e.calm = e.doublings-1, 0
+	}
+}
+
+// duplicate notes a response that says nothing new. One to a request that was sent twice may name a later PSN.
+func (e *earlyProbe) duplicate(psn uint64) {
+	if e.sent != 0 && psn >= e.sent {
+		e.doublings, e.calm, e.sent = min(e.doublings+1, earlyBackoff), 0, 0
+	}
 }
 
 // allocate makes the rings for n PSNs in flight.
@@ -97,6 +134,9 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 		d := max(probeMin, probeFactor*rtt)
 		if l.scoreboard.Active && l.probes <= maxGapProbes {
 			d = max(gapProbeMin, 2*rtt+l.scoreboard.ReorderWindow())
+		} else if l.peerSelective && l.probes == 0 && !l.early.done {
+			l.early.armed = true
+			d = min(d, l.early.delay(rtt))
 		}
 		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, maxProbes))
 	}
@@ -147,6 +187,7 @@ func (q *QP) retransmitTimeout(late int64) {
 		l.timeoutAt = 0
 		l.arm(q.now, q.attr.RetryCnt)
 	case l.isLate(q.now, late):
+	case q.probeEarly():
 	case q.now < l.timeoutAt:
 		l.noteSilence(q.req.una)
 		l.probes++
@@ -164,6 +205,25 @@ func (q *QP) retransmitTimeout(late int64) {
 		l.cwnd.Save()
 		q.countedGoBack()
 	}
+}
+
+// probeEarly handles the expiry of the timer for the early probe.
+func (q *QP) probeEarly() bool {
+	l := &q.recovery
+	if !l.early.armed {
+		return false
+	}
+	l.early.armed, l.early.done = false, true
+	if l.scoreboard.Active || q.now >= l.timeoutAt {
+		return false
+	}
+	if q.req.nxt < q.req.sent || q.req.sent-q.req.una > earlyPackets {
+		l.arm(q.now, q.attr.RetryCnt)
+		return true
+	}
+	l.early.sent = q.req.una
+	q.goBack()
+	return true
 }
 
 // noteSilence records that una is sent again because the peer is silent.

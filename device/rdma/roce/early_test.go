@@ -1,0 +1,121 @@
+package roce
+
+import (
+	"testing"
+
+	"github.com/vnicd/vnicd/device/rdma/wire"
+)
+
+// withRTT returns a pair of vnicds (back: the responder is none) whose response time is known, and a function that sends
+// requests of 8 bytes from a, waits for them, and returns how long that took.
+func withRTT(t *testing.T, back bool) (f *fabric, a *node, send func(op WROpcode, n int) int64) {
+	f = newFabric(t, 3)
+	f.delay = 20e3
+	o := opts()
+	o.backB = back
+	a, b := f.pair(o)
+	a.reg(1, 0, 4096, allAccess)
+	b.reg(2, 0, 4096, allAccess)
+	send = func(op WROpcode, n int) int64 {
+		t.Helper()
+		began := f.now
+		for range n {
+			a.post(WQE{Opcode: op, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+		}
+		f.until("the requests", 60e9, func() bool { return len(a.sends) == len(a.sq) })
+		return f.now - began
+	}
+	for range 10 {
+		send(WRWrite, 1)
+	}
+	return f, a, send
+}
+
+// A message that is lost alone, of any kind, is sent again after a fraction of a millisecond, if the peer is a vnicd.
+func TestEarlyProbe(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		op   WROpcode
+		n    int
+		lost wire.Opcode
+		back bool
+		most int64 // ns
+	}{
+		{"WRITE", WRWrite, 1, wire.OpRCWriteOnly, false, 500e3},
+		{"three WRITEs", WRWrite, 3, wire.OpRCWriteOnly, false, 500e3},
+		{"READ request", WRRead, 1, wire.OpRCReadRequest, false, 500e3},
+		{"READ response", WRRead, 1, wire.OpRCReadResponseOnly, false, 500e3},
+		{"acknowledgement", WRWrite, 1, wire.OpRCAck, false, 500e3},
+		{"response of an atomic", WRFetchAdd, 1, wire.OpRCAtomicAck, false, 500e3},
+		{"to another responder", WRWrite, 1, wire.OpRCWriteOnly, true, 8e6},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f, a, send := withRTT(t, tc.back)
+			window := a.q.recovery.cwnd
+			lost := 0
+			f.loss = func(p *wire.RoCE) bool {
+				if p.BTH.Opcode != tc.lost || lost == tc.n {
+					return false
+				}
+				lost++
+				return true
+			}
+			took := send(tc.op, tc.n)
+			if lost != tc.n && !(tc.lost == wire.OpRCAck && lost > 0) {
+				t.Fatalf("%d packets were lost", lost)
+			}
+			if took > tc.most || tc.back && took < 2e6 {
+				t.Errorf("it took %d us, want at most %d", took/1e3, tc.most/1e3)
+			}
+			if !tc.back && a.q.recovery.cwnd.Size < window.Size {
+				t.Errorf("the congestion window was reduced from %d to %d", window.Size, a.q.recovery.cwnd.Size)
+			}
+			if s := a.q.Stats(); s.Timeouts != 0 {
+				t.Errorf("%d timeouts", s.Timeouts)
+			}
+		})
+	}
+}
+
+// Where responses come late now and then, although nothing is lost, early probes soon wait longer; when the path has
+// been quiet for a while, they are early again.
+func TestEarlyProbeInVain(t *testing.T) {
+	f, a, send := withRTT(t, false)
+	late := func(n int) (again uint64) {
+		before := a.q.Stats().Retransmits
+		for range n {
+			f.delay = 150e3 // a response time of 300 us: the probe goes out before the response is here
+			send(WRWrite, 1)
+			f.delay = 20e3
+			for range 5 {
+				send(WRWrite, 1)
+			}
+		}
+		return a.q.Stats().Retransmits - before
+	}
+	if n := late(20); n == 0 || n > earlyBackoff+1 {
+		t.Errorf("%d requests were sent again for 20 late responses", n)
+	}
+	for range 10 * earlyCalm {
+		send(WRWrite, 1)
+	}
+	if d := a.q.recovery.early.delay(40e3); d != earlyMin {
+		t.Errorf("the next early probe waits for %d us", d/1e3)
+	}
+	if n := late(20); n == 0 {
+		t.Error("no early probe afterwards")
+	}
+}
+
+// A peer that does not answer gets one early probe.
+func TestEarlyProbeOnce(t *testing.T) {
+	f, a, _ := withRTT(t, false)
+	f.loss = func(*wire.RoCE) bool { return true }
+	var sent []int64
+	a.onTx = func(*wire.RoCE, []byte) bool { sent = append(sent, f.now); return false }
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	f.until("three transmissions", 1e9, func() bool { return len(sent) == 3 })
+	if early, next := sent[1]-sent[0], sent[2]-sent[1]; early < earlyMin || early > 2*earlyMin || next < probeMin {
+		t.Errorf("sent again after %d us, then after %d us", early/1e3, next/1e3)
+	}
+}

@@ -6,8 +6,8 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
-// withRTT returns a pair of vnicds (back: the responder is none) whose response time is known, and a function that sends
-// requests of 8 bytes from a, waits for them, and returns how long that took.
+// withRTT returns a pair of vnicds (back: the responder is none) whose response time is known, and a function that
+// sends requests of 8 bytes from a, waits for them, and returns how long that took.
 func withRTT(t *testing.T, back bool) (f *fabric, a *node, send func(op WROpcode, n int) int64) {
 	f = newFabric(t, 3)
 	f.delay = 20e3

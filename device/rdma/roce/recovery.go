@@ -7,8 +7,8 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 //
 // The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would
 // cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
-// tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few packets
-// comes much earlier, once for each una: what is lost most often, and waited for, is a message alone.
+// tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few
+// packets comes much earlier, once for each una: what is lost most often, and waited for, is a message alone.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or

@@ -58,11 +58,25 @@ func HCAArgs(socket, id string, vqs int) []string {
 // HCAArgsJSON is HCAArgs with the device in JSON. QEMU creates devices that are not in JSON first; the HCA would then
 // take the PCI slot that libvirt, which writes JSON, has chosen for another device.
 func HCAArgsJSON(socket, id string, vqs int) []string {
-	d, err := json.Marshal(hcaDevice(id, vqs).json(""))
+	return argsJSON(socket, id, hcaDevice(id, vqs))
+}
+
+func argsJSON(socket, id string, dev device) []string {
+	d, err := json.Marshal(dev.json(""))
 	if err != nil {
 		panic(err) // strings and numbers
 	}
 	return []string{"-chardev", chardevArg(socket, id), "-device", string(d)}
+}
+
+// IvshmemArgs is HCAArgs for an HCA behind QEMU's ivshmem-doorbell, with that many vectors.
+func IvshmemArgs(socket, id string, vectors int) []string {
+	return []string{"-chardev", chardevArg(socket, id), "-device", ivshmemDevice(id, vectors).arg()}
+}
+
+// IvshmemArgsJSON is IvshmemArgs with the device in JSON, as HCAArgsJSON has it.
+func IvshmemArgsJSON(socket, id string, vectors int) []string {
+	return argsJSON(socket, id, ivshmemDevice(id, vectors))
 }
 
 func chardevArg(socket, id string) string {

@@ -49,6 +49,12 @@ func hcaDevice(id string, vqs int) device {
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
+// ivshmemDevice has an MSI-X interrupt for each vector. master=on: the device may migrate, with its memory.
+func ivshmemDevice(id string, vectors int) device {
+	return device{{"driver", "ivshmem-doorbell"}, {"id", id}, {"chardev", chardevID(id)}, {"vectors", vectors},
+		{"master", "on"}}
+}
+
 // netDevice has an interrupt for each queue and, with several queue pairs, for the control queue and for configuration
 // changes. Behind a vhost-user back end its rings have the maximal length, so that a guest without CPU time for a
 // moment loses fewer frames.

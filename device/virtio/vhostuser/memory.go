@@ -243,6 +243,9 @@ func (se *session) mapRegion(r mapped, fd int) error {
 		}
 	}
 	se.regions = append(se.regions, r)
+	if f := se.srv.cfg.Follower; f != nil {
+		f.AddMemory(r.Region, fd)
+	}
 	return nil
 }
 
@@ -269,6 +272,9 @@ func (se *session) withdraw(r mapped) error {
 				break
 			}
 		}
+	}
+	if f := se.srv.cfg.Follower; f != nil {
+		f.RemoveMemory(r.Region)
 	}
 	// The host driver counts what unmapping takes.
 	err := se.watch.Without(func() error { return se.mem.RemoveSlot(r.GuestPA, r.Size, r.UserAddr) })

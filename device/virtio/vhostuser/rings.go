@@ -2,6 +2,7 @@ package vhostuser
 
 import (
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -274,7 +275,17 @@ func (se *session) start(i int) error {
 	}
 	r.q = q
 	se.setLive(true)
+	se.reportRun()
 	return nil
+}
+
+// reportRun tells the follower when the first ring has started, and when the last one has stopped.
+func (se *session) reportRun() {
+	f := se.srv.cfg.Follower
+	if on := slices.ContainsFunc(se.rings, func(r ring) bool { return r.q != nil }); f != nil && on != se.ran {
+		se.ran = on
+		f.Run(on)
+	}
 }
 
 // setLive records that rings run, or that one is about to stop.
@@ -335,6 +346,7 @@ func (se *session) stop(i int) {
 	r.base = r.q.Base()
 	r.q = nil
 	r.release()
+	se.reportRun()
 }
 
 func (se *session) stopAll() {

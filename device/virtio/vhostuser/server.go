@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -67,6 +68,20 @@ type Config struct {
 	MachineReset func()
 	// Continuity, if set, counts what became of Kept.
 	Continuity *Continuity
+	// Follower, if set, is told of each connection's memory and rings.
+	Follower Follower
+}
+
+// Follower follows the connection of one device of a VM, for a device of the same VM whose front end says nothing of
+// guest memory and of pauses (device/virtio/ivshmem). Its methods are called on the connection's goroutine, one at a
+// time; the front end gets its answer after they have returned.
+type Follower interface {
+	// AddMemory reports a region, and the file that it is in, which the caller closes afterwards.
+	AddMemory(r Region, fd int)
+	// RemoveMemory reports that a region is about to be withdrawn.
+	RemoveMemory(r Region)
+	// Run reports that rings run, or that the last one has stopped: the VM is being paused, or has no driver.
+	Run(on bool)
 }
 
 // takeoverPatience is how long a new front end waits for its predecessor's tear-down. A killed QEMU leaves a device
@@ -80,7 +95,7 @@ type Server struct {
 	dev  virtio.Device
 	gvmi translate.GVMI
 	log  hclog.Logger
-	ln   *localsocket.Listener
+	ln   *localsocket.Listener // nil: none, see Offer
 
 	offer  uint64 // virtio features
 	protos uint64 // protocol features
@@ -102,10 +117,25 @@ type Server struct {
 // Listen makes the socket and serves dev under gvmi. A dead process's socket is replaced; for one that is served the
 // error is ErrInUse, and any other file at that path is left alone.
 func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
-	cfg.Log = loglimit.New(cfg.Log)
+	s, err := Offer(cfg, dev, gvmi)
+	if err != nil {
+		return nil, err
+	}
 	if cfg.Mode == 0 {
 		cfg.Mode = 0o660
 	}
+	if s.ln, err = localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner); err != nil {
+		return nil, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
+	}
+	s.resume()
+	s.wg.Add(1)
+	go s.accept()
+	return s, nil
+}
+
+// Offer makes a server without a socket, which serves front ends within this process (Connect). Path is for messages.
+func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
+	cfg.Log = loglimit.New(cfg.Log)
 	n := dev.NumQueues()
 	if n < 1 || n > MaxQueues {
 		return nil, fmt.Errorf("vhostuser: a device with %d queues, want 1 to %d", n, MaxQueues)
@@ -113,12 +143,8 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	if c := dev.ConfigSize(); c < 0 || c > MaxConfigSize {
 		return nil, fmt.Errorf("vhostuser: a device with %d bytes of configuration, want at most %d", c, MaxConfigSize)
 	}
-	ln, err := localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner)
-	if err != nil {
-		return nil, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
-	}
 	s := &Server{
-		cfg: cfg, dev: dev, gvmi: gvmi, log: cfg.Log, ln: ln,
+		cfg: cfg, dev: dev, gvmi: gvmi, log: cfg.Log,
 		offer:    dev.Features() | transportFeatures,
 		protos:   ProtoMQ | ProtoReplyAck | ProtoBackendReq | ProtoResetDevice | ProtoConfigureMemSlots | ProtoStatus,
 		queues:   n,
@@ -138,10 +164,58 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	if _, ok := dev.(virtio.NetDevice); ok {
 		s.protos |= ProtoRARP | ProtoMTU
 	}
-	s.resume()
-	s.wg.Add(1)
-	go s.accept()
 	return s, nil
+}
+
+// Connect begins a connection of a front end within this process, and returns its end of it. It waits for the
+// predecessor's tear-down as for a front end in another process.
+func (s *Server) Connect() (*net.UnixConn, error) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("socketpair", err)
+	}
+	var ends [2]*net.UnixConn
+	for i, fd := range pair {
+		f := os.NewFile(uintptr(fd), "vhost-user")
+		c, cerr := net.FileConn(f) // duplicates the descriptor
+		_ = f.Close()
+		if err = errors.Join(err, cerr); cerr == nil {
+			ends[i] = c.(*net.UnixConn)
+		}
+	}
+	if err == nil {
+		err = s.admit(ends[0])
+	}
+	if err != nil {
+		for _, c := range ends {
+			if c != nil {
+				_ = c.Close()
+			}
+		}
+		return nil, err
+	}
+	return ends[1], nil
+}
+
+// errBusy is the error of admit for a device that is in use.
+var errBusy = errors.New("device in use by another")
+
+// admit serves c once the device is free; after an error c is the caller's.
+func (s *Server) admit(c *net.UnixConn) error {
+	t := time.NewTimer(s.patience)
+	defer t.Stop()
+	select {
+	case s.slot <- struct{}{}:
+		s.begin(c, nil)
+		return nil
+	case <-t.C:
+		if s.wrecked.Load() {
+			return errors.New("device was left unusable by a bug; restart vnicd")
+		}
+		return errBusy
+	case <-s.ctx.Done():
+		return net.ErrClosed
+	}
 }
 
 // resume continues the previous process's connection, if there is one.
@@ -188,7 +262,9 @@ func (s *Server) Keeps() bool { return s.keeps.Load() }
 func (s *Server) Close() error {
 	s.once.Do(func() {
 		s.cancel()
-		_ = s.ln.Close()
+		if s.ln != nil {
+			_ = s.ln.Close()
+		}
 		s.mu.Lock()
 		if s.conn != nil {
 			// A front end that sees its connection closed may take its memory for unmapped, so the session closes it.
@@ -227,21 +303,12 @@ func (s *Server) accept() {
 			_ = c.Close()
 			continue
 		}
-		t := time.NewTimer(s.patience)
-		select {
-		case s.slot <- struct{}{}:
-			s.begin(c, nil)
-		case <-t.C:
-			why := "device in use by another"
-			if s.wrecked.Load() {
-				why = "device was left unusable by a bug; restart vnicd"
+		if err := s.admit(c); err != nil {
+			if !errors.Is(err, net.ErrClosed) {
+				s.log.Warn("front end refused: "+err.Error(), "socket", s.cfg.Path, "peer", peer(c))
 			}
-			s.log.Warn("front end refused: "+why, "socket", s.cfg.Path, "peer", peer(c))
-			_ = c.Close()
-		case <-s.ctx.Done():
 			_ = c.Close()
 		}
-		t.Stop()
 	}
 }
 

@@ -40,6 +40,7 @@ type session struct {
 	gave         bool // a memory file, see giveMemory
 
 	backend backend
+	ran     bool           // as the follower knows
 	pipe    int            // for replies, see reply.go; -1: none
 	again   bool           // the previous process may have handled the next message already, in whole or in part
 	watch   worktime.Watch // of the message that is being handled
@@ -182,6 +183,11 @@ func (se *session) teardown() {
 		se.t.discard()
 	}
 	se.stopAll()
+	if f := se.srv.cfg.Follower; f != nil {
+		for _, r := range se.regions {
+			f.RemoveMemory(r.Region)
+		}
+	}
 	se.dev.Disconnected()
 	_ = se.watch.Without(func() error { se.mem.Close(); return nil })
 	for i := range se.rings {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
@@ -63,6 +64,10 @@ with PCI Express needs two free root ports, such as
 			}
 			if vm.Net.Connected || vm.HCA.Connected {
 				return fmt.Errorf("VM %q is already attached to a QEMU; see `vnicd status %s`, `vnicd detach`", vm.Name, vm.Name)
+			}
+			if vm.HCAKind == config.Ivshmem {
+				return fmt.Errorf("the HCA of VM %q is an ivshmem device, which vnicd does not plug into a running QEMU; start it "+
+					"with the options of `vnicd qemu-args %s`", vm.Name, vm.Name)
 			}
 			m, err := monitor(ctx, socket)
 			if err != nil {

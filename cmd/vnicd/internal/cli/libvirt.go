@@ -7,7 +7,9 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/virtio/ivshmem"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
@@ -119,11 +121,14 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			if err != nil {
 				return err
 			}
+			hca := qemu.HCAArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))
+			if vm.HCA == config.Ivshmem {
+				hca = qemu.IvshmemArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), ivshmem.Vectors(daemon.HCAQueues(cfg)))
+			}
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
 			if err := e.Encode(newLibvirtDomain(vm.Name, cfg.NetSocket(vm), vm.MAC.String(),
-				networkMTU(cfg, running, vm.Network), vm.Queues,
-				qemu.HCAArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg)))); err != nil {
+				networkMTU(cfg, running, vm.Network), vm.Queues, hca)); err != nil {
 				return err
 			}
 			_, err = fmt.Fprintln(a.out)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/device/virtio/ivshmem"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
@@ -54,7 +55,12 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			}
 			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(),
 				networkMTU(cfg, running, vm.Network), vm.Queues)...)
-			out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
+			if vm.HCA == config.Ivshmem {
+				out = append(out, qemu.IvshmemArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name),
+					ivshmem.Vectors(daemon.HCAQueues(cfg)))...)
+			} else {
+				out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
+			}
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
 			}
@@ -127,7 +133,7 @@ func addedVM(s *daemon.Status, name string) (*config.VM, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac, Queues: len(v.Net.Pairs)}, nil
+	return &config.VM{Name: v.Name, Network: v.Network, MAC: mac, Queues: len(v.Net.Pairs), HCA: v.HCAKind}, nil
 }
 
 // networkMTU is the MTU to offer to the guest; 0: none.

@@ -11,8 +11,8 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "rate": once, "storm": once,
-	"memory-budget": once, "memory-weight": once, "qmp": once, "dma": once, "user": once, "group": once}
+var vmWords = map[string]wordKind{"network": once, "mac": once, "ip": many, "queues": once, "hca": once, "rate": once,
+	"storm": once, "memory-budget": once, "memory-weight": once, "qmp": once, "dma": once, "user": once, "group": once}
 
 func (a *app) vmCmd() *cobra.Command {
 	show := &cobra.Command{
@@ -34,8 +34,8 @@ func (a *app) vmCmd() *cobra.Command {
 		},
 	}
 	add := &cobra.Command{
-		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [rate BITS] [storm N] [memory-budget SIZE] " +
-			"[memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
+		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [hca vhost-user|ivshmem] [rate BITS] [storm N] " +
+			"[memory-budget SIZE] [memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
 		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)

@@ -205,6 +205,8 @@ type VM struct {
 	IPs []netip.Addr
 	// Queues is the number of virtio-net's queue pairs, 1 by default.
 	Queues int
+	// HCA is how QEMU has the HCA: VhostUser (default) or Ivshmem. Applications have no choice.
+	HCA string
 	// Rate bounds what the VM sends, and what it receives, in bits per second. 0: no limit.
 	Rate int64
 	// Storm is as in Network, for this VM; 0: the network's.
@@ -224,6 +226,12 @@ type VM struct {
 	// Application is set for a program of the host (PF-4), which has an HCA but no virtio-net.
 	Application *Application
 }
+
+// Values of VM.HCA.
+const (
+	VhostUser = "vhost-user" // QEMU's generic vhost-user device
+	Ivshmem   = "ivshmem"    // QEMU's ivshmem-doorbell
+)
 
 // Application has the keys of a host application that VMs do not have.
 type Application struct {
@@ -268,7 +276,7 @@ func (c *Config) SocketPermission(vm *VM) os.FileMode {
 	return os.FileMode(c.SocketMode)
 }
 
-// HCASocket is the path of the VM's HCA vhost-user socket.
+// HCASocket is the path of the socket of the VM's HCA.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
 
 // VM returns the VM of that name, or an error that lists all VMs.

@@ -588,10 +588,21 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{Line: n.Line, Queues: 1, MemoryWeight: DefaultMemoryWeight}
+	vm := &VM{Line: n.Line, Queues: 1, HCA: VhostUser, MemoryWeight: DefaultMemoryWeight}
 	keys := p.client("VM", vm)
 	keys["queues"] = number(p, "queues", 1, vnet.MaxPairs, &vm.Queues)
 	keys["qmp"] = p.str("qmp", &vm.QMP)
+	keys["hca"] = func(n *yaml.Node) {
+		s, ok := p.scalar(n, "hca")
+		if !ok {
+			return
+		}
+		if s != VhostUser && s != Ivshmem {
+			p.errs.add(n.Line, "hca must be %s or %s, found %q", VhostUser, Ivshmem, s)
+			return
+		}
+		vm.HCA = s
+	}
 	p.need(n, p.mapping(n, "a VM", keys), "a VM", "name", "network", "mac")
 	return vm
 }

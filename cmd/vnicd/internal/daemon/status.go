@@ -73,8 +73,9 @@ type VMStatus struct {
 	MAC       string      `json:"mac"`
 	NetSocket string      `json:"net_socket,omitempty"` // "": an application
 	HCASocket string      `json:"hca_socket"`
-	Going     bool        `json:"going,omitempty"` // removed, but its memory is not released yet
-	Net       vnet.Status `json:"net"`             // zero for an application
+	HCAKind   string      `json:"hca_kind,omitempty"` // config.VM.HCA; "": an application
+	Going     bool        `json:"going,omitempty"`    // removed, but its memory is not released yet
+	Net       vnet.Status `json:"net"`                // zero for an application
 	HCA       hca.Status  `json:"hca"`
 
 	// Outlives is what the HCA's connection outlives, with what its programs have open; NetOutlives is the same of the
@@ -167,7 +168,7 @@ func (d *Daemon) Status() *Status {
 
 func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
-		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
+		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg), HCAKind: v.cfg.HCA,
 		HCA: v.hca.Describe(), Memory: v.budget.Status(), Control: v.work.Status(),
 		DMA: DMAStatus{v.attribute.Uplink(), v.attribute.Refused()},
 	}

@@ -14,10 +14,12 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/hca"
 	"github.com/vnicd/vnicd/device/virtio"
+	"github.com/vnicd/vnicd/device/virtio/ivshmem"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/hypervisor/worktime"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -108,6 +110,9 @@ func (v *vm) open(d *Daemon) (err error) {
 		keeper = nil
 		log.Warn("the application's connection will end with this vnicd", "reason", d.cannotKeep)
 	}
+	if c.HCA == config.Ivshmem {
+		keeper = nil // its front end is within this process
+	}
 	account, err := hca.NewAccount(limits)
 	if err != nil {
 		return err
@@ -167,11 +172,18 @@ func (v *vm) open(d *Daemon) (err error) {
 	}
 	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA is
 	// QEMU's generic device, which does not survive the end of its connection.
+	if c.HCA == config.Ivshmem {
+		iv, err := v.listenIvshmem(kept, d.cfg)
+		if err != nil {
+			return err
+		}
+		socket.Follower = iv
+	}
 	socket.Path = d.cfg.NetSocket(c)
 	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(keeper), netKeptAs+c.Name, d.kept
+	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(d.keeper()), netKeptAs+c.Name, d.kept
 	socket.Reconnects, socket.Blameless = true, d.blameless
-	if v.netSrv, err = v.listen(socket, v.net); err != nil {
+	if v.netSrv, err = v.listen(socket, v.net); err != nil || v.srv != nil {
 		return err
 	}
 	v.srv, err = v.listen(kept, v.hca)
@@ -230,6 +242,24 @@ func (v *vm) listen(c vhostuser.Config, dev virtio.Device) (*vhostuser.Server, e
 	}
 	v.undo.push(func() { _ = srv.Close() })
 	return srv, nil
+}
+
+// listenIvshmem serves the HCA behind QEMU's ivshmem device. What it returns follows the network card's connection.
+func (v *vm) listenIvshmem(c vhostuser.Config, cfg *config.Config) (vhostuser.Follower, error) {
+	var err error
+	owner := c.Owner
+	c.Owner = nil // of the connection within this process
+	if v.srv, err = vhostuser.Offer(c, v.hca, v.gvmi); err != nil {
+		return nil, err
+	}
+	v.undo.push(func() { _ = v.srv.Close() })
+	iv, err := ivshmem.Listen(ivshmem.Config{Path: c.Path, Mode: c.Mode, Owner: owner, Log: c.Log, Work: c.Work,
+		VirtioID: qemu.VirtioID, Queues: HCAQueues(cfg), Device: v.srv})
+	if err != nil {
+		return nil, err
+	}
+	v.undo.push(func() { _ = iv.Close() })
+	return iv, nil
 }
 
 func (v *vm) kind() vswitch.Kind {

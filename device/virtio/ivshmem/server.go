@@ -1,0 +1,206 @@
+package ivshmem
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/go-hclog"
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
+	"github.com/vnicd/vnicd/hypervisor/loglimit"
+	"github.com/vnicd/vnicd/hypervisor/worktime"
+)
+
+// Config of a Server.
+type Config struct {
+	Path string      // of the socket that QEMU opens
+	Mode os.FileMode // of the socket; 0 means 0660
+	Log  hclog.Logger
+	// Owner, if set, are the only processes besides root's that may open the socket.
+	Owner *localsocket.Owner
+	// Work, if set, counts the processor time of requests; the servers of one VM share it.
+	Work *worktime.Account
+	// VirtioID is the id of the virtio device. Queues is the number of its virtqueues, 1..MaxQueues.
+	VirtioID uint32
+	Queues   int
+	// Device is the device's server.
+	Device *vhostuser.Server
+}
+
+// Server offers one virtio device to one QEMU at a time. It is the vhostuser.Follower of the VM's network card.
+type Server struct {
+	cfg Config
+	log hclog.Logger
+	ln  *localsocket.Listener
+	wg  sync.WaitGroup
+
+	mu      sync.Mutex
+	closed  bool
+	regions []region
+	runs    bool // the VM runs, as far as its network card tells
+	now     *session
+}
+
+// region is a part of guest memory. Its file is a duplicate of what the network card's front end has passed.
+type region struct {
+	vhostuser.Region
+	fd int
+}
+
+// sendTimeout bounds how long QEMU may take to receive what it gets at the beginning.
+const sendTimeout = 10 * time.Second
+
+// Listen makes the socket and serves it. Vectors tells how many vectors QEMU's device needs.
+func Listen(cfg Config) (*Server, error) {
+	if cfg.Queues < 1 || cfg.Queues > MaxQueues {
+		return nil, fmt.Errorf("ivshmem: a device with %d queues, want 1 to %d", cfg.Queues, MaxQueues)
+	}
+	if cfg.Mode == 0 {
+		cfg.Mode = 0o660
+	}
+	ln, err := localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner)
+	if err != nil {
+		return nil, fmt.Errorf("ivshmem: %s: %w", cfg.Path, err)
+	}
+	s := &Server{cfg: cfg, log: loglimit.New(cfg.Log), ln: ln}
+	s.wg.Add(1)
+	go s.accept()
+	return s, nil
+}
+
+// Vectors is the number of vectors of a device with that many queues: one for requests and changes of config space, one
+// for each queue.
+func Vectors(queues int) int { return 1 + queues }
+
+// Close ends the connection with QEMU, if any, and removes the socket. It returns after the device has been
+// disconnected. The network card's server must have been closed before.
+func (s *Server) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	now := s.now
+	s.mu.Unlock()
+	_ = s.ln.Close()
+	if now != nil {
+		_ = now.qemu.Close()
+	}
+	s.wg.Wait()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range s.regions {
+		_ = unix.Close(r.fd)
+	}
+	s.regions = nil
+	return nil
+}
+
+func (s *Server) accept() {
+	defer s.wg.Done()
+	for {
+		c, err := s.ln.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err == nil {
+			err = s.serve(c)
+			if err != nil {
+				_ = c.Close()
+			}
+		}
+		if err != nil {
+			s.log.Error("QEMU cannot attach its ivshmem device", "socket", s.cfg.Path, "error", err)
+			time.Sleep(10 * time.Millisecond) // out of descriptors, perhaps: the socket stays
+		}
+	}
+}
+
+// serve begins a session with QEMU, which ends by itself; after an error c is the caller's.
+func (s *Server) serve(c *net.UnixConn) error {
+	if s.cfg.Owner != nil {
+		p, err := localsocket.PeerOf(c)
+		if err != nil {
+			return err
+		}
+		if !s.cfg.Owner.Admits(p) {
+			return fmt.Errorf("process %d of user %d is not the owner of the device (%v)", p.PID, p.UID, s.cfg.Owner)
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed:
+		return net.ErrClosed
+	case s.now != nil:
+		return errors.New("another QEMU is attached")
+	}
+	se, err := newSession(s, c)
+	if err != nil {
+		return err
+	}
+	s.now = se
+	s.wg.Add(1)
+	go func() {
+		defer s.wg.Done()
+		err := se.run()
+		s.mu.Lock()
+		se.close()
+		s.now = nil
+		s.mu.Unlock()
+		if err != nil {
+			s.log.Error("connection to QEMU's ivshmem device ended", "socket", s.cfg.Path, "error", err)
+		}
+	}()
+	return nil
+}
+
+// AddMemory implements vhostuser.Follower.
+func (s *Server) AddMemory(r vhostuser.Region, fd int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return
+	}
+	// The device's front end has no addresses of its own for guest memory: rings are named by guest physical ones.
+	r.UserAddr = r.GuestPA
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		s.log.Error("guest memory is not available to the device", "address", r.GuestPA, "size", r.Size, "error", err)
+		return
+	}
+	x := region{r, dup}
+	s.regions = append(s.regions, x)
+	if s.now != nil {
+		s.now.addMemory(x)
+	}
+}
+
+// RemoveMemory implements vhostuser.Follower.
+func (s *Server) RemoveMemory(r vhostuser.Region) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i, x := range s.regions {
+		if x.GuestPA == r.GuestPA && x.Size == r.Size {
+			s.regions = append(s.regions[:i:i], s.regions[i+1:]...)
+			if s.now != nil {
+				s.now.removeMemory(x)
+			}
+			_ = unix.Close(x.fd)
+			return
+		}
+	}
+}
+
+// Run implements vhostuser.Follower.
+func (s *Server) Run(on bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.runs = on
+	if s.now != nil {
+		s.now.setRunning(on)
+	}
+}

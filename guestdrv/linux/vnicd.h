@@ -13,6 +13,7 @@
  *	vnicd_config.c	config space: whose device, which ABI
  *	vnicd_cmd.c	one function per command of vnicd_abi.h
  *	vnicd_cmdq.c	command queue mechanics
+ *	vnicd_ivshmem.c	a virtio transport: the device behind QEMU's ivshmem-doorbell
  *
  * Lifetimes. struct vnicd_dev lives from probe to remove of the virtio device.
  * struct vnicd_ibdev belongs to ib_core: "rmmod rdma_rxe" unregisters every
@@ -410,6 +411,19 @@ static inline bool vnicd_quiet(struct vnicd_dev *vd)
 int vnicd_validate(struct virtio_device *vdev);
 /* Reads and checks what probe needs of config space. */
 int vnicd_read_config(struct vnicd_dev *vd);
+
+/* vnicd_ivshmem.c */
+#ifdef CONFIG_PCI
+int vnicd_ivshmem_register(void);
+/* Removes its devices, so before the driver above. */
+void vnicd_ivshmem_unregister(void);
+/* Whether the device is behind ivshmem; its config space is large enough. */
+bool vnicd_ivshmem_is(const struct virtio_device *vdev);
+#else
+static inline int vnicd_ivshmem_register(void) { return 0; }
+static inline void vnicd_ivshmem_unregister(void) { }
+static inline bool vnicd_ivshmem_is(const struct virtio_device *vdev) { return false; }
+#endif
 
 /* vnicd_main.c */
 

@@ -10,7 +10,7 @@
 
 /*
  * Reading past the end of config space is a BUG() in virtio_pci, and a foreign
- * device with our id may have a smaller one. Only PCI knows the length.
+ * device with our id may have a smaller one. Only virtio_pci's parent knows the length.
  */
 static bool vnicd_config_present(struct virtio_device *vdev)
 {
@@ -19,7 +19,7 @@ static bool vnicd_config_present(struct virtio_device *vdev)
 
 	if (!vdev->config->get)
 		return false;
-	if (!vdev->dev.parent || !dev_is_pci(vdev->dev.parent))
+	if (!vdev->dev.parent || !dev_is_pci(vdev->dev.parent) || vnicd_ivshmem_is(vdev))
 		return true;
 	pdev = to_pci_dev(vdev->dev.parent);
 	for (pos = pci_find_capability(pdev, PCI_CAP_ID_VNDR); pos;

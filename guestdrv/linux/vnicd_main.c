@@ -159,14 +159,27 @@ static void vnicd_clear_nonce(struct vnicd_dev *vd)
 	virt_wmb();
 }
 
+/*
+ * A transport may have given up, because shutdown must come to an end. Only status 0 says
+ * that the device has stopped.
+ */
+static void vnicd_reset_device(struct virtio_device *vdev)
+{
+	while (!vnicd_unplugged(vdev)) {
+		virtio_reset_device(vdev);
+		if (!vdev->config->get_status(vdev))
+			return;
+		schedule_timeout_idle(HZ);
+	}
+}
+
 /* Afterwards the device accesses no memory. Idempotent. */
 static void vnicd_reset(struct vnicd_dev *vd)
 {
 	mutex_lock(&vd->reset_lock);
 	if (!vnicd_quiet(vd)) {
 		vnicd_clear_nonce(vd);
-		if (!vnicd_unplugged(vd->vdev))
-			virtio_reset_device(vd->vdev);
+		vnicd_reset_device(vd->vdev);
 		/* Pairs with the acquire in vnicd_quiet(). */
 		smp_mb__before_atomic();
 		set_bit(VNICD_F_QUIET, &vd->flags);
@@ -337,6 +350,17 @@ static void vnicd_delete_queues(struct vnicd_dev *vd)
 			;
 	vd->vdev->config->del_vqs(vd->vdev);
 	kfree(vd->vqs);
+}
+
+/* Completion event queues are for one processor each, if they have own interrupts. */
+static void vnicd_spread_interrupts(struct vnicd_dev *vd)
+{
+	unsigned int i, cpu;
+
+	for (i = 0; i < vd->num_ceqs; i++) {
+		cpu = cpumask_local_spread(i, dev_to_node(&vd->vdev->dev));
+		virtqueue_set_affinity(vd->vqs[2 + i], cpumask_of(cpu));
+	}
 }
 
 static int vnicd_start_events(struct vnicd_dev *vd)
@@ -532,6 +556,7 @@ static int vnicd_probe(struct virtio_device *vdev)
 	err = vnicd_cmdq_init(&vd->cmdq, vd, vd->vqs[0]);
 	if (err)
 		goto err_ib;
+	vnicd_spread_interrupts(vd);
 	virtio_device_ready(vdev);
 	err = vnicd_start_events(vd);
 	if (err)
@@ -645,8 +670,14 @@ static int __init vnicd_module_init(void)
 	err = register_virtio_driver(&vnicd_driver);
 	if (err)
 		goto err_fault;
+	/* Its devices are probed by the driver above at once. */
+	err = vnicd_ivshmem_register();
+	if (err)
+		goto err_driver;
 	return 0;
 
+err_driver:
+	unregister_virtio_driver(&vnicd_driver);
 err_fault:
 	vnicd_fault_exit();
 err_recovery:
@@ -658,6 +689,7 @@ err_fence:
 
 static void __exit vnicd_module_exit(void)
 {
+	vnicd_ivshmem_unregister();
 	unregister_virtio_driver(&vnicd_driver);
 	/* Waits for a recovery in progress, which finds no driver to bind. */
 	destroy_workqueue(vnicd_recovery_wq);

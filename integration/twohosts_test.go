@@ -33,6 +33,9 @@ func hostConfig(local, peer string, vms ...lab.VM) string {
 		if v.Budget != "" {
 			fmt.Fprintf(&b, ", memory-budget: %s", v.Budget)
 		}
+		if v.HCA != "" {
+			fmt.Fprintf(&b, ", hca: %s", v.HCA)
+		}
 		b.WriteString("}\n")
 	}
 	return b.String()

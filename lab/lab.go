@@ -220,6 +220,8 @@ type VM struct {
 	KernelArgs []string
 	// NoHCA omits the HCA: virtio-net only.
 	NoHCA bool
+	// HCA is the VM's hca in the configuration, vhost-user or ivshmem; "": the default.
+	HCA string
 	// Queues is the number of virtio-net queue pairs in the configuration; 0: one.
 	Queues int
 	// Tap attaches the NIC to this TAP interface instead of vnicd's socket.

@@ -47,20 +47,17 @@ func (se *session) obey(r *request) error {
 		return fmt.Errorf("device status %#x, known bits are %#x", r.status, statusBits)
 	case se.status&virtio.StatusDriverOK != 0:
 		return nil // queues and features stay as they are
-	}
-	if r.status&virtio.StatusFeaturesOK != 0 && se.status&virtio.StatusFeaturesOK == 0 {
+	case se.status&virtio.StatusFeaturesOK != 0:
+		if r.status&virtio.StatusDriverOK != 0 {
+			return se.start(r)
+		}
+	case r.status&virtio.StatusDriverOK != 0:
+		return errors.New("DRIVER_OK before FEATURES_OK")
+	case r.status&virtio.StatusFeaturesOK != 0:
 		if extra := r.features &^ se.offered; extra != 0 {
 			return fmt.Errorf("features %#x were not offered", extra)
 		}
-		if err := se.setFeatures(r); err != nil {
-			return err
-		}
-	}
-	if r.status&virtio.StatusDriverOK != 0 {
-		if se.status&virtio.StatusFeaturesOK == 0 {
-			return errors.New("DRIVER_OK without FEATURES_OK")
-		}
-		return se.start(r)
+		return se.setFeatures(r)
 	}
 	return nil
 }

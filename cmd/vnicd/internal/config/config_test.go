@@ -47,7 +47,7 @@ networks:
     multicast: snoop
 vms:
   - {name: a, network: blue, mac: "02:00:00:00:00:01"}
-  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB, host-memory: 64MiB, control-time: 5%}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro}
+  - {name: b, network: red, mac: "02:00:00:00:00:01", limits: {qps: 64, pages: 1000, ahs: 32, messages: 10000, memory: 64GiB, host-memory: 64MiB, control-time: 5%}, ips: [10.0.0.1, "fd00::1"], queues: 4, rate: 10G, storm: 0, memory-budget: 256MiB, memory-weight: 400, qmp: /run/b.qmp, dma: ro, hca: ivshmem}
 `
 
 func TestParseGood(t *testing.T) {
@@ -81,7 +81,7 @@ func TestParseGood(t *testing.T) {
 		t.Errorf("HCA socket %q", got)
 	}
 	if len(b.IPs) != 2 || b.Queues != 4 || b.Rate != 10_000_000_000 || b.Storm != -1 || b.MemoryBudget != 256<<20 ||
-		b.MemoryWeight != 400 || b.QMP != "/run/b.qmp" || b.DMA != translate.UplinkReadOnly ||
+		b.MemoryWeight != 400 || b.QMP != "/run/b.qmp" || b.HCA != Ivshmem || b.DMA != translate.UplinkReadOnly ||
 		b.FileDMA != b.DMA {
 		t.Errorf("VM b: %+v", b)
 	}
@@ -303,6 +303,8 @@ func TestParseMistakes(t *testing.T) {
 		{"pressure limit 0", "memory-pressure: {limit: 0%}", "must be a whole percentage"},
 		{"pressure limit 101", "memory-pressure: {limit: 101%}", "must be a whole percentage"},
 		{"dma", vm("dma: read-only"), `x.yaml:6: dma must be rw, ro or blocked, found "read-only"`},
+		{"hca", vm("hca: ivshmem-doorbell"), `x.yaml:6: hca must be vhost-user or ivshmem, found "ivshmem-doorbell"`},
+		{"application hca", app("hca: ivshmem"), `x.yaml:6: unknown key "hca"`},
 		{"dma list", vm("dma: [ro]"), "x.yaml:6: dma needs a value"},
 		{"dma empty", vm("dma:"), "x.yaml:6: dma needs a value"},
 		{"dma switched off", vm("dma: false"), `x.yaml:6: dma must be rw, ro or blocked, found "false"`},

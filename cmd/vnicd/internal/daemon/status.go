@@ -168,8 +168,9 @@ func (d *Daemon) Status() *Status {
 
 func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
-		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg), HCAKind: v.cfg.HCA,
-		HCA: v.hca.Describe(), Memory: v.budget.Status(), Control: v.work.Status(),
+		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
+		HCAKind: v.cfg.HCA,
+		HCA:     v.hca.Describe(), Memory: v.budget.Status(), Control: v.work.Status(),
 		DMA: DMAStatus{v.attribute.Uplink(), v.attribute.Refused()},
 	}
 	if v.net != nil {

@@ -49,8 +49,9 @@ var le = binary.LittleEndian
 
 // bar is the memory of BAR 2, which QEMU and the guest have mapped, too.
 type bar struct {
-	fd  int
-	mem []byte
+	fd         int
+	mem        []byte
+	generation uint32 // of config space, as written last
 }
 
 // newBar makes the memory. Its size cannot change, so accesses never fault.
@@ -110,8 +111,8 @@ func (b *bar) request() (r request) {
 
 // setConfig shows the driver another config space: the generation is odd meanwhile.
 func (b *bar) setConfig(c []byte) {
-	g := b.word(offGeneration)
-	g.Store(g.Load()&^1 + 1)
+	b.put32(offGeneration, b.generation+1)
 	copy(b.mem[offConfig:offConfig+maxConfig], c)
-	g.Store(g.Load()&^1 + 2)
+	b.generation += 2
+	b.put32(offGeneration, b.generation)
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/hypervisor/worktime"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // Config of a Server.
@@ -148,11 +149,13 @@ func (s *Server) serve(c *net.UnixConn) error {
 		defer s.wg.Done()
 		err := se.run()
 		s.mu.Lock()
+		err = errors.Join(err, se.failed)
 		se.close()
 		s.now = nil
 		s.mu.Unlock()
 		if err != nil {
-			s.log.Error("connection to QEMU's ivshmem device ended", "socket", s.cfg.Path, "error", err)
+			s.log.Error("connection to QEMU's ivshmem device ended", "socket", s.cfg.Path, "error", err, "stack",
+				translate.StackOf(err))
 		}
 	}()
 	return nil

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -14,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // session is the attachment of one QEMU. Server.mu guards it, but for bar, whose words are atomic.
@@ -180,26 +182,33 @@ func (se *session) introduce() error {
 
 // run serves the session until QEMU closes the connection.
 func (se *session) run() error {
-	done := make(chan struct{}, 2)
-	go func() {
-		defer func() { done <- struct{}{} }()
-		_ = se.bell.Wait(func() bool { se.requests(); return false })
-	}()
-	go func() {
-		defer func() { done <- struct{}{} }()
+	var wg sync.WaitGroup
+	serve := func(f func()) {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			// A bug ends the session and not the process (TR-6).
+			if err := translate.Contain(func() error { f(); return nil }); err != nil {
+				se.srv.mu.Lock()
+				defer se.srv.mu.Unlock()
+				se.fail(err)
+			}
+		}()
+	}
+	serve(func() { _ = se.bell.Wait(func() bool { se.requests(); return false }) })
+	serve(func() {
 		for buf := make([]byte, 256); ; { // the sender is this process: what it sends says that config space has changed
 			if _, err := se.channel.Read(buf); err != nil {
 				return
 			}
 			se.configChanged()
 		}
-	}()
+	})
 	err := se.drainQEMU()
 	se.bell.Close()
 	_ = se.channel.Close()
-	<-done
-	<-done
-	return errors.Join(err, se.failed)
+	wg.Wait()
+	return err
 }
 
 // drainQEMU waits for the end of QEMU's connection. QEMU sends nothing.
@@ -237,7 +246,7 @@ func (se *session) close() {
 	}
 }
 
-// fail ends the session because the device's connection is broken.
+// fail ends the session because the device's connection is broken, or because of a bug. The caller holds Server.mu.
 func (se *session) fail(err error) {
 	if se.failed == nil {
 		se.failed = fmt.Errorf("device: %w", err)

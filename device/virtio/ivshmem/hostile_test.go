@@ -150,6 +150,53 @@ func TestNetworkCard(t *testing.T) {
 	}
 }
 
+// A machine that is reset has another driver in its memory: queues that stood then do not run again by themselves.
+func TestMachineReset(t *testing.T) {
+	r := newRig(t)
+	path := filepath.Join(t.TempDir(), "net")
+	srv, err := vhostuser.Listen(vhostuser.Config{Path: path, Follower: r.s, MachineReset: r.s.MachineReset}, &device{}, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer srv.Close()
+	r.s.MachineReset() // without a QEMU
+	g := r.attach()
+	defer g.detach()
+	m, err := frontend.NewMemory(frontend.Range{Size: 1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	d, err := frontend.Open(ctx, frontend.Config{Path: path, Memory: m})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	g.start(1 << 19)
+	r.s.MachineReset()
+	if run, _ := r.dev.all(); !run {
+		t.Fatal("a queue of a running driver has stopped")
+	}
+	if err := d.Client().ResetDevice(); err != nil { // its rings stop, so the HCA's do
+		t.Fatal(err)
+	}
+	before := r.dev.countResets()
+	if s := g.get32(offStatus); s != 0 || before < 2 || !rung(g.out[0]) {
+		t.Errorf("device status %#x after %d resets, want 0 after 2, and an interrupt", s, before)
+	}
+	r.s.Run(true) // the next kernel's network card
+	if _, none := r.dev.all(); !none {
+		t.Fatal("a queue runs in the next kernel's memory")
+	}
+	g.start(1 << 19)
+	if run, _ := r.dev.all(); !run {
+		t.Error("the next driver's queues do not run")
+	}
+	r.s.Run(false)
+}
+
 // A driver that announces requests without waiting for answers: the newest one counts, the VM's network card waits for
 // one at most, and the VM's account has the work.
 func TestRequestFlood(t *testing.T) {

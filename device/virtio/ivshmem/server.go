@@ -11,6 +11,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
@@ -195,6 +196,19 @@ func (s *Server) RemoveMemory(r vhostuser.Region) {
 			_ = unix.Close(x.fd)
 			return
 		}
+	}
+}
+
+// MachineReset says that the VM's machine was reset. If the queues stand, their driver does not go on, because a paused
+// VM resets nothing: the device is reset, so that the queues do not run again in memory that is the next driver's. A
+// device whose queues run ignores the call. Any goroutine.
+func (s *Server) MachineReset() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if se := s.now; se != nil && !se.running {
+		_ = se.reset()
+		se.bar.put32(offStatus, se.status)
+		eventfd.Raise(se.out[0], &se.hint) // a driver that goes on nevertheless sees that its device has begun anew
 	}
 }
 

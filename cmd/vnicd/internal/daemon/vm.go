@@ -170,6 +170,7 @@ func (v *vm) open(d *Daemon) (err error) {
 		v.srv, err = v.listen(kept, v.hca)
 		return err
 	}
+	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
 	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA is
 	// QEMU's generic device, which does not survive the end of its connection.
 	if c.HCA == config.Ivshmem {
@@ -178,9 +179,9 @@ func (v *vm) open(d *Daemon) (err error) {
 			return err
 		}
 		socket.Follower = iv
+		socket.MachineReset = func() { v.hca.MachineReset(); iv.MachineReset() }
 	}
 	socket.Path = d.cfg.NetSocket(c)
-	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
 	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(d.keeper()), netKeptAs+c.Name, d.kept
 	socket.Reconnects, socket.Blameless = true, d.blameless
 	if v.netSrv, err = v.listen(socket, v.net); err != nil || v.srv != nil {
@@ -245,7 +246,7 @@ func (v *vm) listen(c vhostuser.Config, dev virtio.Device) (*vhostuser.Server, e
 }
 
 // listenIvshmem serves the HCA behind QEMU's ivshmem device. What it returns follows the network card's connection.
-func (v *vm) listenIvshmem(c vhostuser.Config, cfg *config.Config) (vhostuser.Follower, error) {
+func (v *vm) listenIvshmem(c vhostuser.Config, cfg *config.Config) (*ivshmem.Server, error) {
 	var err error
 	owner := c.Owner
 	c.Owner = nil // of the connection within this process

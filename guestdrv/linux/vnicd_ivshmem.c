@@ -82,9 +82,19 @@ static u32 vnicd_iv_generation_now(struct vnicd_ivdev *d)
 }
 
 /*
+ * The device says that it has ended. It is all ones, too, while the PCI device is reset
+ * and its memory cannot be read; the magic tells.
+ */
+static bool vnicd_iv_ended(struct vnicd_ivdev *d)
+{
+	return le32_to_cpu(virt_load_acquire(&d->regs->answer)) == VNICD_IVSHMEM_ENDED &&
+	       le64_to_cpu(READ_ONCE(d->regs->magic)) == VNICD_IVSHMEM_MAGIC;
+}
+
+/*
  * Has the device bring itself into line with @status. -ETIMEDOUT: it has not answered,
- * and may do so later. -ENODEV: unplugged. Only a request that sets something is
- * interrupted (-EINTR), and only by a fatal signal.
+ * and may do so later. -ENODEV: it is unplugged or has ended, so it accesses no memory.
+ * Only a request that sets something is interrupted (-EINTR), and only by a fatal signal.
  */
 static int vnicd_iv_request(struct vnicd_ivdev *d, u8 status, u32 *device_status)
 {
@@ -94,14 +104,15 @@ static int vnicd_iv_request(struct vnicd_ivdev *d, u8 status, u32 *device_status
 	u32 result;
 
 	lockdep_assert_held(&d->request_lock);
-	/* All ones is what an absent device answers. */
-	if (++d->request == U32_MAX)
+	if (++d->request == VNICD_IVSHMEM_ENDED)
 		d->request = 1;
 	WRITE_ONCE(regs->status, cpu_to_le32(status));
 	virt_store_release(&regs->request, cpu_to_le32(d->request));
 	vnicd_iv_ring(d, 0);
 
 	while (le32_to_cpu(virt_load_acquire(&regs->answer)) != d->request) {
+		if (vnicd_iv_ended(d))
+			return -ENODEV;
 		if (pause < HZ / 20)
 			pause++;
 		if (!status) {
@@ -182,7 +193,7 @@ static const char *vnicd_iv_why(int err)
 {
 	switch (err) {
 	case -ETIMEDOUT:	return "vnicd does not answer";
-	case -ENODEV:		return "it is unplugged";
+	case -ENODEV:		return "it is unplugged, or its vnicd has ended";
 	case -EINTR:		return "killed while waiting for vnicd";
 	default:		return "vnicd refuses";
 	}
@@ -632,8 +643,7 @@ static int vnicd_iv_first_reset(struct vnicd_ivdev *d)
 	err = vnicd_iv_reset_locked(d);
 	mutex_unlock(&d->request_lock);
 	if (err)
-		dev_err(&d->pdev->dev, "cannot be reset: %s; bind it again when vnicd runs\n",
-			vnicd_iv_why(err));
+		dev_err(&d->pdev->dev, "cannot be reset: %s\n", vnicd_iv_why(err));
 	return err;
 }
 

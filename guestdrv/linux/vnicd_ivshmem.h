@@ -22,6 +22,8 @@
  *				features, stay as they are until the next reset
  * A device that is not there at the moment (vnicd is being replaced) answers later, and
  * looks at request when it comes back: no doorbell is lost by that.
+ * A device that has ended for good sets answer to VNICD_IVSHMEM_ENDED, once it accesses
+ * no memory any more. It stays so until the VM gets another device.
  *
  * The guest can write all of BAR 2. What it writes to the device's part harms only itself:
  * the device never reads it, except once when it comes back (as the VM's own request).
@@ -47,6 +49,7 @@
 #define VNICD_IVSHMEM_BAR_SIZE	65536	/* of BAR 2 */
 #define VNICD_IVSHMEM_QUEUES	32	/* largest number of queues */
 #define VNICD_IVSHMEM_CONFIG	256	/* largest config space in bytes */
+#define VNICD_IVSHMEM_ENDED	0xffffffffU	/* as answer; no request has this number */
 
 struct vnicd_ivshmem_queue {
 	/* the driver's: guest physical addresses, as in virtio's split ring */

@@ -233,8 +233,12 @@ func nvmeLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 until [ "$stop" ]; do
 	n=$((n + 1))
 	setsid fio --name=verify --filename=/dev/nvme0n1 --size=4M --rw=randwrite --bsrange=512-64k --direct=1 --ioengine=libaio \
-		--iodepth=8 --verify=crc32c --verify_fatal=1 --randseed=$n --minimal >/tmp/fio.last 2>&1 ||
-		{ cat /tmp/fio.last; exit 1; }
+		--iodepth=8 --verify=crc32c --verify_fatal=1 --randseed=$n --minimal >/tmp/fio.last 2>&1 || {
+		status=$?
+		[ "$stop" ] && [ $status = 130 ] && break # the signal that ends this came before setsid
+		cat /tmp/fio.last
+		exit 1
+	}
 done
 echo $n runs`})
 }

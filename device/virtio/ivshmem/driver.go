@@ -26,6 +26,9 @@ func (se *session) requests() {
 		se.answered = n
 		r := se.bar.request()
 		err := se.obey(&r)
+		if se.failed != nil {
+			return // the end of the session answers, once the device has let go of guest memory
+		}
 		result := uint32(0)
 		if err != nil {
 			result = uint32(unix.EINVAL)
@@ -141,10 +144,10 @@ func (se *session) place(i int) error {
 }
 
 // reset returns the device to its initial state: it accesses no memory of the driver any more. It always succeeds, as
-// far as the driver can see; a device that does not answer is disconnected.
+// far as the driver can see; the session with a device that does not answer ends.
 func (se *session) reset() error {
 	if err := se.dev.SetStatus(0); err != nil && !se.refused(err) {
-		_ = se.dev.Close()
+		return err
 	}
 	se.status, se.running = 0, false
 	se.queues, se.bases = [MaxQueues]queue{}, [MaxQueues]uint32{}

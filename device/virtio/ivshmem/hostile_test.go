@@ -2,7 +2,6 @@ package ivshmem
 
 import (
 	"context"
-	"errors"
 	"net"
 	"os"
 	"path/filepath"
@@ -347,24 +346,9 @@ func (fragile) StartQueue(int, *virtq.Queue) error { panic("a bug") }
 
 // A bug of the device ends one QEMU's attachment, and the next one is served.
 func TestBug(t *testing.T) {
-	d := fragile{&device{}}
-	srv, err := vhostuser.Offer(vhostuser.Config{}, d, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s, err := Listen(Config{Path: filepath.Join(t.TempDir(), "hca"), Queues: testQueues, Device: srv})
-	if err != nil {
-		t.Fatal(err)
-	}
-	r := &rig{t: t, dev: d.device, srv: srv, s: s}
-	defer func() {
-		if err := errors.Join(s.Close(), srv.Close()); err != nil {
-			t.Error(err)
-		}
-		for _, fd := range r.mem {
-			_ = unix.Close(fd)
-		}
-	}()
+	d := &device{}
+	r := newRigOf(t, d, fragile{d})
+	s := r.s
 	r.addMemory(0)
 	for range 2 {
 		s.Run(false)
@@ -379,6 +363,49 @@ func TestBug(t *testing.T) {
 		g.detach()
 		eventually(t, "the session has ended", r.idle)
 		eventually(t, "the device is disconnected", func() bool { return !d.connected() })
+	}
+}
+
+// slow is a device that takes its time to let go of guest memory.
+type slow struct {
+	*device
+	leaves, may chan struct{}
+}
+
+func (s slow) Disconnected() {
+	close(s.leaves)
+	<-s.may
+	s.device.Disconnected()
+}
+
+// A driver whose device ends is told so, but not before the device has let go of guest memory.
+func TestEnded(t *testing.T) {
+	for name, end := range map[string]func(r *rig, g *guest){
+		"server": func(r *rig, _ *guest) { _ = r.s.Close() },
+		"device": func(r *rig, _ *guest) { _ = r.srv.Close() },
+		"QEMU":   func(_ *rig, g *guest) { _ = g.c.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := slow{&device{}, make(chan struct{}), make(chan struct{})}
+			r := newRigOf(t, d.device, d)
+			r.addMemory(0)
+			r.s.Run(true)
+			g := r.attach()
+			defer g.detach()
+			g.start(0)
+			done := make(chan struct{})
+			go func() { defer close(done); end(r, g) }()
+			<-d.leaves
+			if n := g.get32(offAnswer); n == ended {
+				t.Error("the driver is told while the device has its memory")
+			}
+			close(d.may)
+			eventually(t, "the driver is told", func() bool { return g.get32(offAnswer) == ended })
+			if d.connected() {
+				t.Error("the device has the driver's memory")
+			}
+			<-done
+		})
 	}
 }
 

@@ -19,6 +19,8 @@ const (
 	devicePeer = 1 // our peer number; QEMU's is 0
 	maxSize    = 256
 
+	ended = 0xffffffff // as answer: the device has ended, and accesses no memory
+
 	// Offsets of the device's part.
 	offMagic      = 0
 	offVersion    = 8

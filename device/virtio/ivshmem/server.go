@@ -58,6 +58,9 @@ type region struct {
 // sendTimeout bounds how long QEMU may take to receive what it gets at the beginning.
 const sendTimeout = 10 * time.Second
 
+// releaseTimeout bounds how long the device may take to let go of guest memory.
+const releaseTimeout = 10 * time.Second
+
 // Listen makes the socket and serves it. Vectors tells how many vectors QEMU's device needs.
 func Listen(cfg Config) (*Server, error) {
 	if cfg.Queues < 1 || cfg.Queues > MaxQueues {

@@ -101,10 +101,16 @@ type rig struct {
 }
 
 func newRig(t testing.TB) *rig {
-	r := &rig{t: t, dev: &device{}}
+	d := &device{}
+	return newRigOf(t, d, d)
+}
+
+// newRigOf serves dev, which is d or is made of it.
+func newRigOf(t testing.TB, d *device, dev virtio.Device) *rig {
+	r := &rig{t: t, dev: d}
 	path := filepath.Join(t.TempDir(), "hca")
 	var err error
-	if r.srv, err = vhostuser.Offer(vhostuser.Config{Path: path}, r.dev, 1); err != nil {
+	if r.srv, err = vhostuser.Offer(vhostuser.Config{Path: path}, dev, 1); err != nil {
 		t.Fatal(err)
 	}
 	if r.s, err = Listen(Config{Path: path, VirtioID: 38, Queues: testQueues, Device: r.srv}); err != nil {
@@ -519,7 +525,7 @@ func TestLayout(t *testing.T) {
 #define F(f) (int)offsetof(struct vnicd_ivshmem, f)
 int main(void)
 {
-	printf("%llu", (unsigned long long)VNICD_IVSHMEM_MAGIC);
+	printf("%llu %u", (unsigned long long)VNICD_IVSHMEM_MAGIC, VNICD_IVSHMEM_ENDED);
 	int v[] = { VNICD_IVSHMEM_VERSION, VNICD_IVSHMEM_BAR_SIZE, VNICD_IVSHMEM_QUEUES, VNICD_IVSHMEM_CONFIG,
 		F(magic), F(version), F(virtio_id), F(peer), F(num_queues), F(num_vectors), F(config_size), F(device_features),
 		F(max_size), F(answer), F(result), F(device_status), F(config_generation), F(request), F(status),
@@ -541,7 +547,7 @@ int main(void)
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := fmt.Sprint(uint64(magic))
+	want := fmt.Sprintf("%d %d", uint64(magic), uint32(ended))
 	for _, v := range []int{version, barSize, MaxQueues, maxConfig, offMagic, offVersion, offVirtioID, offPeer,
 		offNumQueues, offNumVectors, offConfigSize, offFeatures, offMaxSize, offAnswer, offResult, offStatus, offGeneration,
 		offRequest, offDriverStatus, offDriverFeat, offQueue, offConfig, queueLen} {

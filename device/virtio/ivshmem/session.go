@@ -198,7 +198,13 @@ func (se *session) run() error {
 	serve(func() { _ = se.bell.Wait(func() bool { se.requests(); return false }) })
 	serve(func() {
 		for buf := make([]byte, 256); ; { // the sender is this process: what it sends says that config space has changed
-			if _, err := se.channel.Read(buf); err != nil {
+			_, err := se.channel.Read(buf)
+			if errors.Is(err, io.EOF) {
+				se.srv.mu.Lock()
+				se.fail(errors.New("connection closed"))
+				se.srv.mu.Unlock()
+			}
+			if err != nil {
 				return
 			}
 			se.configChanged()
@@ -206,7 +212,7 @@ func (se *session) run() error {
 	})
 	err := se.drainQEMU()
 	se.bell.Close()
-	_ = se.channel.Close()
+	_ = se.channel.SetReadDeadline(time.Now()) // close reads on
 	wg.Wait()
 	return err
 }
@@ -223,11 +229,29 @@ func (se *session) drainQEMU() error {
 	return err
 }
 
-// close ends the session: afterwards the device accesses no guest memory. The caller holds Server.mu, or nobody else
-// has the session.
+// release disconnects the device, and reports whether it accesses no guest memory any more: it closes its channel then.
+func (se *session) release() bool {
+	defer se.dev.Close()
+	if se.channel == nil {
+		return false
+	}
+	_ = se.dev.Finish() // it may have ended the connection itself
+	if err := se.channel.SetReadDeadline(time.Now().Add(releaseTimeout)); err != nil {
+		return false
+	}
+	_, err := io.Copy(io.Discard, se.channel)
+	return err == nil
+}
+
+// close ends the session, and tells the driver once the device accesses no guest memory any more. The caller holds
+// Server.mu, or nobody else has the session.
 func (se *session) close() {
 	if se.dev != nil {
-		_ = se.dev.Close()
+		if se.release() {
+			se.bar.put32(offAnswer, ended)
+		} else {
+			se.srv.log.Error("device is not disconnected: it may still access the memory of the VM", "socket", se.srv.cfg.Path)
+		}
 	}
 	if se.channel != nil {
 		_ = se.channel.Close()

@@ -1,5 +1,5 @@
-// Package ivshmem serves a virtio device behind QEMU's ivshmem-doorbell (CO-5), which older QEMUs have, too, which has an
-// interrupt for each queue, and which may migrate.
+// Package ivshmem serves a virtio device behind QEMU's ivshmem-doorbell (CO-5), a device with an interrupt for each
+// queue, which may migrate, and which older QEMUs have, too.
 //
 // A Server is to QEMU what ivshmem calls a server: it gives it the memory of BAR 2, and the eventfds of doorbells and
 // interrupts. To the device it is a vhost-user front end: what the guest's driver asks for by the registers in BAR 2

@@ -49,10 +49,11 @@ func hcaDevice(id string, vqs int) device {
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
-// ivshmemDevice has an MSI-X interrupt for each vector. master=on: the device may migrate, with its memory.
+// ivshmemDevice has an MSI-X interrupt for each vector. With master=off QEMU refuses to migrate the VM, or to save it:
+// the HCA's state would not go with it.
 func ivshmemDevice(id string, vectors int) device {
 	return device{{"driver", "ivshmem-doorbell"}, {"id", id}, {"chardev", chardevID(id)}, {"vectors", vectors},
-		{"master", "on"}}
+		{"master", "off"}}
 }
 
 // netDevice has an interrupt for each queue and, with several queue pairs, for the control queue and for configuration

@@ -128,7 +128,7 @@ func TestRuntimeChanges(t *testing.T) {
 		{"network add red vni 200 mtu 1400 peer 192.0.2.3 peer 192.0.2.4", "", "network show red", "red: vni 200 mtu 1400"},
 		{"", "", "network show red", "peer 192.0.2.4 static"},
 		{"network add red vni 201", `network name "red" is already used in an earlier request`, "", ""},
-		{"network add green vni 100", "vni 100 is already used by the network in line 5", "", ""},
+		{"network add green vni 100", "vni 100 is already used by the network in " + l.config + ":5", "", ""},
 		{"network add green vni 300 mtu 1480", "larger than the underlay carries", "", ""},
 		{"network add green vni 300 peer 192.0.2.1", "is this host itself", "", ""},
 		{"network add green vni 300 mtu lots", `mtu must be a number`, "", ""},

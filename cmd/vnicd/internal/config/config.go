@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"sort"
 	"strings"
 	"time"
 
@@ -56,6 +55,8 @@ const (
 type Config struct {
 	// Path of the file, for messages.
 	Path string
+	// Keys are the places of the keys outside of lists, by their path, such as vtep.port.
+	Keys map[string]Place
 	// Host is this host's name in status output. Default: the system's.
 	Host string
 	// RunDir holds the sockets. Default /run/vnicd.
@@ -158,7 +159,7 @@ type VTEP struct {
 
 // Network is one tenant's L2 segment.
 type Network struct {
-	Line  int
+	At    Place
 	Name  string
 	VNI   uint32
 	MTU   int // 0: derived from the underlay
@@ -185,7 +186,7 @@ type Network struct {
 
 // TAP is a host port of a network.
 type TAP struct {
-	Line      int
+	At        Place
 	Name      string
 	Addresses []netip.Prefix
 	Bridge    string
@@ -197,7 +198,7 @@ type TAP struct {
 
 // VM is one guest: a MAC that its virtio-net and its HCA share, and limits.
 type VM struct {
-	Line    int
+	At      Place
 	Name    string
 	Network string
 	MAC     net.HardwareAddr
@@ -279,6 +280,14 @@ func (c *Config) SocketPermission(vm *VM) os.FileMode {
 // HCASocket is the path of the socket of the VM's HCA.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
 
+// place returns where a key outside of lists stands; the file as a whole if it does not.
+func (c *Config) place(key string) Place {
+	if p, ok := c.Keys[key]; ok {
+		return p
+	}
+	return Place{File: c.Path, Key: key}
+}
+
 // VM returns the VM of that name, or an error that lists all VMs.
 func (c *Config) VM(name string) (*VM, error) {
 	var names []string
@@ -306,37 +315,4 @@ func orNone(names []string) string {
 		return "none"
 	}
 	return strings.Join(names, ", ")
-}
-
-// Errors is every mistake found in one file, in the order of their lines.
-type Errors struct {
-	Path string
-	List []Error
-}
-
-// Error is one mistake: its line (1-based; 0: the file as a whole), what is wrong, and what was expected.
-type Error struct {
-	Line int
-	Msg  string
-}
-
-// Error lists the mistakes one per line, as FILE:LINE: MESSAGE.
-func (e *Errors) Error() string {
-	sort.SliceStable(e.List, func(i, j int) bool { return e.List[i].Line < e.List[j].Line })
-	var b strings.Builder
-	for i, x := range e.List {
-		if i > 0 {
-			b.WriteByte('\n')
-		}
-		if x.Line > 0 {
-			fmt.Fprintf(&b, "%s:%d: %s", e.Path, x.Line, x.Msg)
-		} else {
-			fmt.Fprintf(&b, "%s: %s", e.Path, x.Msg)
-		}
-	}
-	return b.String()
-}
-
-func (e *Errors) add(line int, format string, args ...any) {
-	e.List = append(e.List, Error{line, fmt.Sprintf(format, args...)})
 }

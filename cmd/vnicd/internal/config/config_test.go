@@ -392,6 +392,33 @@ func TestParseReportsAll(t *testing.T) {
 	}
 }
 
+// A mistake's place has its key, with the elements of lists counted from 0.
+func TestKeys(t *testing.T) {
+	_, err := Parse("x.yaml", []byte(`engines: 9
+vtep: {local: 192.0.2.1, port: 0}
+networks:
+  - {name: a, vni: 1, peers: [192.0.2.2, x], vlan: 3}
+  - {name: b, vni: 2, tap: {rate: 1}}
+  - {name: a, vni: 3}
+vms:
+  - {name: v, network: z, mac: "02:00:00:00:00:01", limits: {qps: 1}}
+control: here
+`))
+	var e *Errors
+	if !errors.As(err, &e) {
+		t.Fatalf("error %v, want *Errors", err)
+	}
+	var got []string
+	for _, x := range e.List() {
+		got = append(got, fmt.Sprintf("%d %s", x.Line, x.Key))
+	}
+	want := []string{"1 engines", "2 vtep.port", "4 networks[0].peers[1]", "4 networks[0].vlan", "5 networks[1].tap.rate",
+		"5 networks[1].tap", "6 networks[2].name", "8 vms[0].limits.qps", "8 vms[0].network", "9 control"}
+	if !slices.Equal(got, want) {
+		t.Errorf("got  %q\nwant %q:\n%v", got, want, err)
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add(good)
 	f.Add("a: &x [*x]")

@@ -2,6 +2,8 @@ package config
 
 import (
 	"net/netip"
+	"reflect"
+	"slices"
 	"time"
 
 	"go.yaml.in/yaml/v3"
@@ -11,7 +13,7 @@ import (
 
 // EVPN is this host as a BGP speaker (RFC 7432, RFC 8365).
 type EVPN struct {
-	Line     int
+	At       Place
 	AS       uint32
 	RouterID netip.Addr // default: the VTEP's address, if it is IPv4
 	// Listen is where sessions are accepted, by default the VTEP's address. Port is the TCP port; 0: none are accepted.
@@ -24,17 +26,36 @@ type EVPN struct {
 
 // Neighbour is one BGP session.
 type Neighbour struct {
-	Line int
+	At Place
 	evpn.Neighbour
 }
 
+// Equal reports whether two sections, or their absence, mean the same wherever they stand.
+func (e *EVPN) Equal(other *EVPN) bool {
+	if e == nil || other == nil {
+		return e == other
+	}
+	return reflect.DeepEqual(e.elsewhere(), other.elsewhere())
+}
+
+// elsewhere returns a copy without places.
+func (e *EVPN) elsewhere() EVPN {
+	x := *e
+	x.At, x.Neighbours = Place{}, slices.Clone(e.Neighbours)
+	for i := range x.Neighbours {
+		x.Neighbours[i].At = Place{}
+	}
+	return x
+}
+
 func (p *parser) evpn(n *yaml.Node) *EVPN {
-	e := &EVPN{Line: n.Line, Port: evpn.DefaultPort, HoldTime: evpn.DefaultHoldTime, RestartTime: evpn.DefaultRestartTime}
+	e := &EVPN{At: p.place(n), Port: evpn.DefaultPort, HoldTime: evpn.DefaultHoldTime,
+		RestartTime: evpn.DefaultRestartTime}
 	seen := p.mapping(n, "evpn", map[string]func(*yaml.Node){
 		"as": number(p, "as", 1, 1<<32-2, &e.AS),
 		"router-id": func(n *yaml.Node) {
 			if a, ok := p.addr("router-id", n); ok && !a.Is4() {
-				p.errs.add(n.Line, "router-id must be written as an IPv4 address, found %q", a)
+				p.fail(n, "router-id must be written as an IPv4 address, found %q", a)
 			} else {
 				e.RouterID = a
 			}
@@ -57,7 +78,7 @@ func (p *parser) evpn(n *yaml.Node) *EVPN {
 }
 
 func (p *parser) neighbour(n *yaml.Node) Neighbour {
-	x := Neighbour{Line: n.Line}
+	x := Neighbour{At: p.place(n)}
 	seen := p.mapping(n, "a neighbour", map[string]func(*yaml.Node){
 		"address":       func(n *yaml.Node) { x.Address, _ = p.addr("neighbour address", n) },
 		"as":            number(p, "neighbour as", 1, 1<<32-2, &x.AS),
@@ -91,7 +112,7 @@ func (p *parser) prefix(what string, n *yaml.Node) (netip.Prefix, bool) {
 	}
 	x, err := netip.ParsePrefix(s)
 	if err != nil {
-		p.errs.add(n.Line, "%s must be an IP address or IP/LENGTH such as 192.0.2.0/24, found %q", what, s)
+		p.fail(n, "%s must be an IP address or IP/LENGTH such as 192.0.2.0/24, found %q", what, s)
 	}
 	return x, err == nil
 }
@@ -105,7 +126,7 @@ func (p *parser) targets(dst *[]evpn.RouteTarget) func(*yaml.Node) {
 			}
 			rt, err := evpn.ParseRouteTarget(s)
 			if err != nil {
-				p.errs.add(e.Line, "%v", err)
+				p.fail(e, "%v", err)
 				return
 			}
 			*dst = append(*dst, rt)
@@ -119,13 +140,13 @@ func (c *Config) checkEVPN(errs *Errors) {
 	if e == nil {
 		for _, n := range c.Networks {
 			if n.RouteTargets != nil {
-				errs.add(n.Line, "network %q has route-targets, but there is no `evpn` section", n.Name)
+				errs.add(n.At.sub("route-targets"), "network %q has route-targets, but there is no `evpn` section", n.Name)
 			}
 		}
 		return
 	}
 	if c.VTEP == nil {
-		errs.add(e.Line, "evpn needs a `vtep` section with this host's underlay address")
+		errs.add(e.At, "evpn needs a `vtep` section with this host's underlay address")
 		return
 	}
 	switch {
@@ -133,31 +154,32 @@ func (c *Config) checkEVPN(errs *Errors) {
 	case c.VTEP.Local.Is4():
 		e.RouterID = c.VTEP.Local
 	default:
-		errs.add(e.Line, "evpn needs `router-id`, because vtep local is not an IPv4 address")
+		errs.add(e.At, "evpn needs `router-id`, because vtep local is not an IPv4 address")
 	}
 	if e.Listen == nil && c.VTEP.Local.IsValid() {
 		e.Listen = []netip.Addr{c.VTEP.Local}
 	}
 	if len(e.Neighbours) == 0 || len(e.Neighbours) > evpn.MaxNeighbours {
-		errs.add(e.Line, "evpn has %d neighbours; it needs 1 to %d", len(e.Neighbours), evpn.MaxNeighbours)
+		errs.add(e.At, "evpn has %d neighbours; it needs 1 to %d", len(e.Neighbours), evpn.MaxNeighbours)
 	}
-	lines := map[netip.Addr]int{}
+	seen := map[netip.Addr]Place{}
 	for _, n := range e.Neighbours {
-		switch {
+		switch first, dup := seen[n.Address]; {
 		case !n.Address.IsValid():
-		case lines[n.Address] != 0:
-			errs.add(n.Line, "neighbour %s is already listed in %s", n.Address, at(lines[n.Address]))
+		case dup:
+			errs.add(n.At.sub("address"), "neighbour %s is already listed in %s", n.Address, first.seenFrom(n.At))
 		case n.Address == c.VTEP.Local:
-			errs.add(n.Line, "neighbour %s is this host itself (vtep local)", n.Address)
+			errs.add(n.At.sub("address"), "neighbour %s is this host itself (vtep local)", n.Address)
 		case n.Local.IsValid() && n.Local.Is4() != n.Address.Is4():
-			errs.add(n.Line, "local-address %s is of another address family than neighbour %s", n.Local, n.Address)
+			errs.add(n.At.sub("local-address"), "local-address %s is of another address family than neighbour %s", n.Local, n.Address)
 		}
-		lines[n.Address] = n.Line
+		seen[n.Address] = n.At
 		if len(n.Password) > evpn.MaxPassword {
-			errs.add(n.Line, "password is %d bytes long; it may have %d (RFC 2385)", len(n.Password), evpn.MaxPassword)
+			errs.add(n.At.sub("password"), "password is %d bytes long; it may have %d (RFC 2385)", len(n.Password),
+				evpn.MaxPassword)
 		}
 		if n.Passive && e.Port == 0 {
-			errs.add(n.Line, "neighbour %s is passive, but evpn `port` 0 accepts no sessions", n.Address)
+			errs.add(n.At.sub("passive"), "neighbour %s is passive, but evpn `port` 0 accepts no sessions", n.Address)
 		}
 	}
 }

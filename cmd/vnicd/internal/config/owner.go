@@ -44,7 +44,7 @@ func (p *parser) group(what string, n *yaml.Node) int {
 func (p *parser) id(what, kind, s string, n *yaml.Node) int {
 	v, err := strconv.ParseUint(s, 10, 31)
 	if err != nil {
-		p.errs.add(n.Line, "%s must be %s of this host or its number, found %q", what, kind, s)
+		p.fail(n, "%s must be %s of this host or its number, found %q", what, kind, s)
 		return localsocket.None
 	}
 	return int(v)

@@ -49,9 +49,9 @@ func Load(path string) (*Config, error) {
 
 // Parse checks data; path only names it in messages.
 func Parse(path string, data []byte) (*Config, error) {
-	p := parser{errs: Errors{Path: path}}
+	p := parser{errs: Errors{Files: []string{path}}, file: path, keys: map[string]Place{}}
 	c := &Config{
-		Path: path, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Journal: true,
+		Path: path, Keys: p.keys, RunDir: DefaultRunDir, SocketMode: DefaultSocketMode, Engines: DefaultEngines, ECN: true, Journal: true,
 		Debug:      Debug{LocalCopy: true, Segmentation: true, SelectiveRepeat: true, GuestFeatures: true},
 		EngineNice: DefaultEngineNice,
 		Spin:       DefaultSpin, Buffers: DefaultBuffers, LogLevel: "info",
@@ -63,13 +63,13 @@ func Parse(path string, data []byte) (*Config, error) {
 	var doc yaml.Node
 	switch err := dec.Decode(&doc); {
 	case errors.Is(err, io.EOF):
-		p.errs.add(0, "the file is empty; it needs at least `networks` and `vms`")
+		p.errs.add(Place{File: path}, "the file is empty; it needs at least `networks` and `vms`")
 	case err != nil:
 		p.syntax(err)
 	default:
 		var more yaml.Node
 		if err := dec.Decode(&more); !errors.Is(err, io.EOF) {
-			p.errs.add(0, "the file must hold one YAML document")
+			p.errs.add(Place{File: path}, "the file must hold one YAML document")
 		}
 		p.top(doc.Content[0], c)
 	}
@@ -84,23 +84,45 @@ func Parse(path string, data []byte) (*Config, error) {
 		c.Host, _ = os.Hostname()
 	}
 	c.check(&p.errs)
-	if len(p.errs.List) > 0 {
-		return nil, &p.errs
+	if err := p.errs.orNil(); err != nil {
+		return nil, err
 	}
 	return c, nil
 }
 
-type parser struct{ errs Errors }
+// parser walks the tree of a file.
+type parser struct {
+	errs Errors
+	file string
+	key  string           // path of the node that is read
+	keys map[string]Place // as Config.Keys
+}
+
+// place returns where a node stands.
+func (p *parser) place(n *yaml.Node) Place { return Place{File: p.file, Line: n.Line, Key: p.key} }
+
+// fail reports a mistake in a node.
+func (p *parser) fail(n *yaml.Node, format string, args ...any) {
+	p.errs.add(p.place(n), format, args...)
+}
+
+// under calls f to read a node whose path is key.
+func (p *parser) under(key string, f func()) {
+	before := p.key
+	p.key = key
+	f()
+	p.key = before
+}
 
 var yamlLine = regexp.MustCompile(`^yaml: line (\d+): (.*)$`)
 
 func (p *parser) syntax(err error) {
 	if m := yamlLine.FindStringSubmatch(err.Error()); m != nil {
 		line, _ := strconv.Atoi(m[1])
-		p.errs.add(line, "not YAML: %s", m[2])
+		p.errs.add(Place{File: p.file, Line: line}, "not YAML: %s", m[2])
 		return
 	}
-	p.errs.add(0, "not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: "))
+	p.errs.add(Place{File: p.file}, "not YAML: %s", strings.TrimPrefix(err.Error(), "yaml: "))
 }
 
 // mapping calls the field function of every key. Unknown and repeated keys are mistakes, and so is a node that is not a
@@ -111,23 +133,28 @@ func (p *parser) mapping(n *yaml.Node, what string, fields map[string]func(*yaml
 		n = n.Alias
 	}
 	if n.Kind != yaml.MappingNode {
-		p.errs.add(n.Line, "%s must be a mapping of keys, found %s", what, kindName(n))
+		p.fail(n, "%s must be a mapping of keys, found %s", what, kindName(n))
 		return seen
 	}
 	for i := 0; i+1 < len(n.Content); i += 2 {
 		k, v := n.Content[i], n.Content[i+1]
-		f, ok := fields[k.Value]
-		switch {
-		case !ok && what == topLevel && debugKeys[k.Value]:
-			p.errs.add(k.Line, "key %q belongs under `debug:`", k.Value)
-		case !ok:
-			p.errs.add(k.Line, "unknown key %q in %s; known: %s", k.Value, what, knownKeys(fields))
-		case seen[k.Value]:
-			p.errs.add(k.Line, "key %q is there twice in %s", k.Value, what)
-		default:
-			seen[k.Value] = true
-			f(v)
-		}
+		p.under(join(p.key, k.Value), func() {
+			f, ok := fields[k.Value]
+			switch {
+			case !ok && what == topLevel && debugKeys[k.Value]:
+				p.fail(k, "key %q belongs under `debug:`", k.Value)
+			case !ok:
+				p.fail(k, "unknown key %q in %s; known: %s", k.Value, what, knownKeys(fields))
+			case seen[k.Value]:
+				p.fail(k, "key %q is there twice in %s", k.Value, what)
+			default:
+				seen[k.Value] = true
+				if !strings.Contains(p.key, "[") {
+					p.keys[p.key] = p.place(k)
+				}
+				f(v)
+			}
+		})
 	}
 	return seen
 }
@@ -140,11 +167,11 @@ func (p *parser) sequence(n *yaml.Node, what string, each func(*yaml.Node)) {
 		return
 	}
 	if n.Kind != yaml.SequenceNode {
-		p.errs.add(n.Line, "%s must be a list, found %s", what, kindName(n))
+		p.fail(n, "%s must be a list, found %s", what, kindName(n))
 		return
 	}
-	for _, e := range n.Content {
-		each(e)
+	for i, e := range n.Content {
+		p.under(fmt.Sprintf("%s[%d]", p.key, i), func() { each(e) })
 	}
 }
 
@@ -178,7 +205,7 @@ func (p *parser) scalar(n *yaml.Node, what string) (string, bool) {
 		n = n.Alias
 	}
 	if n.Kind != yaml.ScalarNode || n.Tag == "!!null" {
-		p.errs.add(n.Line, "%s needs a value, found %s", what, kindName(n))
+		p.fail(n, "%s needs a value, found %s", what, kindName(n))
 		return "", false
 	}
 	return n.Value, true
@@ -204,7 +231,7 @@ func (p *parser) boolean(what string, dst *bool) func(*yaml.Node) {
 		case "false", "no", "off":
 			*dst = false
 		default:
-			p.errs.add(n.Line, "%s must be true or false, found %q", what, s)
+			p.fail(n, "%s must be true or false, found %q", what, s)
 		}
 	}
 }
@@ -218,7 +245,7 @@ func number[T int | uint8 | uint16 | uint32 | uint64](p *parser, what string, lo
 		}
 		v, err := strconv.ParseUint(s, 0, 64)
 		if err != nil || v < lo || v > hi {
-			p.errs.add(n.Line, "%s must be a number from %d to %d, found %q", what, lo, hi, s)
+			p.fail(n, "%s must be a number from %d to %d, found %q", what, lo, hi, s)
 			return
 		}
 		*dst = T(v)
@@ -233,7 +260,7 @@ func (p *parser) nice(what string, dst *int) func(*yaml.Node) {
 		}
 		v, err := strconv.Atoi(s)
 		if err != nil || v < -20 || v > 19 {
-			p.errs.add(n.Line, "%s must be a number from -20 to 19, found %q", what, s)
+			p.fail(n, "%s must be a number from -20 to 19, found %q", what, s)
 			return
 		}
 		*dst = v
@@ -254,12 +281,12 @@ func (p *parser) cpus(what string, n *yaml.Node) (cpus []int) {
 			hi, herr = strconv.ParseUint(to, 10, 10)
 		}
 		if err != nil || herr != nil || hi < lo {
-			p.errs.add(n.Line, "%s must be a list of processors, 0 to 1023, such as 2-3,8, found %q", what, s)
+			p.fail(n, "%s must be a list of processors, 0 to 1023, such as 2-3,8, found %q", what, s)
 			return nil
 		}
 		for c := int(lo); c <= int(hi); c++ {
 			if slices.Contains(cpus, c) {
-				p.errs.add(n.Line, "%s names processor %d twice", what, c)
+				p.fail(n, "%s names processor %d twice", what, c)
 				return nil
 			}
 			cpus = append(cpus, c)
@@ -275,7 +302,7 @@ func (p *parser) addr(what string, n *yaml.Node) (netip.Addr, bool) {
 	}
 	a, err := netip.ParseAddr(s)
 	if err != nil || a.IsUnspecified() || a.IsMulticast() {
-		p.errs.add(n.Line, "%s must be a unicast IP address, found %q", what, s)
+		p.fail(n, "%s must be a unicast IP address, found %q", what, s)
 		return netip.Addr{}, false
 	}
 	return a.Unmap(), true
@@ -307,7 +334,7 @@ func (p *parser) dscp(dst *uint8) func(*yaml.Node) {
 		}
 		v, err := strconv.ParseUint(s, 0, 8)
 		if err != nil || v > 63 {
-			p.errs.add(n.Line, "dscp must be 0 to 63 or a name such as af31, cs3 or ef, found %q", s)
+			p.fail(n, "dscp must be 0 to 63 or a name such as af31, cs3 or ef, found %q", s)
 			return
 		}
 		*dst = uint8(v)
@@ -353,7 +380,7 @@ func (p *parser) top(n *yaml.Node, c *Config) {
 			case "trace", "debug", "info", "warn", "error":
 				c.LogLevel = s
 			default:
-				p.errs.add(n.Line, "log-level must be trace, debug, info, warn or error, found %q", s)
+				p.fail(n, "log-level must be trace, debug, info, warn or error, found %q", s)
 			}
 		},
 		"monitoring": func(n *yaml.Node) { p.monitoring(n, &c.Monitoring) },
@@ -401,7 +428,7 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 			if !filepath.IsAbs(s) {
 				_, port, err := net.SplitHostPort(s)
 				if v, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || v == 0 {
-					p.errs.add(n.Line,
+					p.fail(n,
 						"monitoring listen must be HOST:PORT such as 127.0.0.1:9469, or an absolute path for a unix socket, found %q", s)
 					return
 				}
@@ -415,7 +442,7 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 					return
 				}
 				if len(s) > 253 || !nameRule.MatchString(s) {
-					p.errs.add(e.Line, "monitoring names must be host names such as host1.example, without port, found %q", s)
+					p.fail(e, "monitoring names must be host names such as host1.example, without port, found %q", s)
 					return
 				}
 				m.Names = append(m.Names, s)
@@ -429,7 +456,7 @@ func (p *parser) monitoring(n *yaml.Node, m *Monitoring) {
 	case m.Page:
 		m.Listen = DefaultMonitoring
 	default:
-		p.errs.add(n.Line, "monitoring needs `listen`, its address")
+		p.fail(n, "monitoring needs `listen`, its address")
 	}
 }
 
@@ -443,7 +470,7 @@ func (p *parser) vtep(n *yaml.Node) *VTEP {
 		"peer-ports":     p.peerPorts(&v.PeerPorts),
 	})
 	if !seen["local"] {
-		p.errs.add(n.Line, "vtep needs `local`, the underlay address of this host")
+		p.fail(n, "vtep needs `local`, the underlay address of this host")
 	}
 	return v
 }
@@ -456,7 +483,7 @@ func (p *parser) peerPorts(dst *vxlan.PeerPorts) func(*yaml.Node) {
 			return
 		}
 		if *dst, ok = vxlan.ParsePeerPorts(s); !ok {
-			p.errs.add(n.Line, "peer-ports must be auto, reserved or any, found %q", s)
+			p.fail(n, "peer-ports must be auto, reserved or any, found %q", s)
 		}
 	}
 }
@@ -470,7 +497,7 @@ func (p *parser) duration(what string, lo, hi time.Duration, example string, dst
 		}
 		d, err := time.ParseDuration(s)
 		if err != nil || d < lo || d > hi {
-			p.errs.add(n.Line, "%s must be a duration from %v to %v such as %s, found %q", what, lo, hi, example, s)
+			p.fail(n, "%s must be a duration from %v to %v such as %s, found %q", what, lo, hi, example, s)
 			return
 		}
 		*dst = d
@@ -495,7 +522,7 @@ func (p *parser) multicast(dst *bool) func(*yaml.Node) {
 		case s == "snoop" || s == "flood":
 			*dst = s == "snoop"
 		default:
-			p.errs.add(n.Line, "multicast must be snoop or flood, found %q", s)
+			p.fail(n, "multicast must be snoop or flood, found %q", s)
 		}
 	}
 }
@@ -515,7 +542,7 @@ func (p *parser) rate(dst *int64) func(*yaml.Node) {
 		}
 		v, err := strconv.ParseInt(digits, 10, 64)
 		if err != nil || v < 1 || v > vswitch.MaxRate/unit || v*unit < vswitch.MinRate {
-			p.errs.add(n.Line, "rate must be bits per second from 64k to 1000G such as 10G, found %q", s)
+			p.fail(n, "rate must be bits per second from 64k to 1000G such as 10G, found %q", s)
 			return
 		}
 		*dst = v * unit
@@ -533,7 +560,7 @@ func (p *parser) addrs(what string, dst *[]netip.Addr) func(*yaml.Node) {
 }
 
 func (p *parser) network(n *yaml.Node) *Network {
-	net := &Network{Line: n.Line, FloodUnknown: true, EVPN: true}
+	net := &Network{At: p.place(n), FloodUnknown: true, EVPN: true}
 	seen := p.mapping(n, "a network", map[string]func(*yaml.Node){
 		"name":          p.str("network name", &net.Name),
 		"vni":           number(p, "vni", 1, MaxVNI, &net.VNI),
@@ -556,13 +583,13 @@ func (p *parser) network(n *yaml.Node) *Network {
 func (p *parser) need(n *yaml.Node, seen map[string]bool, what string, keys ...string) {
 	for _, k := range keys {
 		if !seen[k] {
-			p.errs.add(n.Line, "%s needs `%s`", what, k)
+			p.fail(n, "%s needs `%s`", what, k)
 		}
 	}
 }
 
 func (p *parser) tap(n *yaml.Node) *TAP {
-	t := &TAP{Line: n.Line, Offloads: true}
+	t := &TAP{At: p.place(n), Offloads: true}
 	seen := p.mapping(n, "tap", map[string]func(*yaml.Node){
 		"name":     p.str("tap name", &t.Name),
 		"bridge":   p.str("tap bridge", &t.Bridge),
@@ -576,7 +603,7 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 				}
 				a, err := netip.ParsePrefix(s)
 				if err != nil {
-					p.errs.add(e.Line, "an address must be IP/LENGTH such as 10.0.0.1/24, found %q", s)
+					p.fail(e, "an address must be IP/LENGTH such as 10.0.0.1/24, found %q", s)
 					return
 				}
 				t.Addresses = append(t.Addresses, a)
@@ -588,7 +615,7 @@ func (p *parser) tap(n *yaml.Node) *TAP {
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{Line: n.Line, Queues: 1, HCA: VhostUser, MemoryWeight: DefaultMemoryWeight}
+	vm := &VM{At: p.place(n), Queues: 1, HCA: VhostUser, MemoryWeight: DefaultMemoryWeight}
 	keys := p.client("VM", vm)
 	keys["queues"] = number(p, "queues", 1, vnet.MaxPairs, &vm.Queues)
 	keys["qmp"] = p.str("qmp", &vm.QMP)
@@ -598,7 +625,7 @@ func (p *parser) vm(n *yaml.Node) *VM {
 			return
 		}
 		if s != VhostUser && s != Ivshmem {
-			p.errs.add(n.Line, "hca must be %s or %s, found %q", VhostUser, Ivshmem, s)
+			p.fail(n, "hca must be %s or %s, found %q", VhostUser, Ivshmem, s)
 			return
 		}
 		vm.HCA = s
@@ -609,7 +636,7 @@ func (p *parser) vm(n *yaml.Node) *VM {
 
 func (p *parser) application(n *yaml.Node) *VM {
 	a := &Application{Memory: defaultAppMemory}
-	vm := &VM{Line: n.Line, MemoryWeight: DefaultMemoryWeight, Application: a}
+	vm := &VM{At: p.place(n), MemoryWeight: DefaultMemoryWeight, Application: a}
 	keys := p.client("application", vm)
 	keys["memory"] = p.size("memory", 1<<20, &a.Memory)
 	keys["socket-mode"] = number(p, "socket-mode", 1, 0o777, &a.Mode)
@@ -629,7 +656,7 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 			}
 			m, err := net.ParseMAC(s)
 			if err != nil || len(m) != 6 || m[0]&1 != 0 || isZero(m) {
-				p.errs.add(n.Line, "mac must be a unicast Ethernet address such as 02:00:00:00:00:01, found %q", s)
+				p.fail(n, "mac must be a unicast Ethernet address such as 02:00:00:00:00:01, found %q", s)
 				return
 			}
 			vm.MAC = m
@@ -649,7 +676,7 @@ func (p *parser) client(what string, vm *VM) map[string]func(*yaml.Node) {
 			}
 			u, err := translate.ParseUplink(s)
 			if err != nil {
-				p.errs.add(n.Line, "dma must be rw, ro or blocked, found %q", s)
+				p.fail(n, "dma must be rw, ro or blocked, found %q", s)
 				return
 			}
 			vm.DMA, vm.FileDMA = u, u
@@ -680,7 +707,7 @@ func (p *parser) percent(what string, dst *int) func(*yaml.Node) {
 		digits, ok := strings.CutSuffix(s, "%")
 		v, err := strconv.ParseUint(digits, 10, 32)
 		if !ok || err != nil || v < 1 || v > 100 {
-			p.errs.add(n.Line, "%s must be a whole percentage, 1%% to 100%%, such as 10%%, found %q", what, s)
+			p.fail(n, "%s must be a whole percentage, 1%% to 100%%, such as 10%%, found %q", what, s)
 			return
 		}
 		*dst = int(v)
@@ -705,7 +732,7 @@ func (p *parser) size(what string, lo uint64, dst *uint64) func(*yaml.Node) {
 				return
 			}
 		}
-		p.errs.add(n.Line, "%s must be a whole number of KiB, MiB, GiB or TiB, at least %d MiB, such as 256MiB, found %q",
+		p.fail(n, "%s must be a whole number of KiB, MiB, GiB or TiB, at least %d MiB, such as 256MiB, found %q",
 			what, lo>>20, s)
 	}
 }

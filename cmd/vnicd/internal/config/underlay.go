@@ -17,7 +17,7 @@ import (
 
 // Underlay is how what VTEPs exchange is protected.
 type Underlay struct {
-	Line      int
+	At        Place
 	Interface string
 	// Port is the UDP port of this host's WireGuard.
 	Port       uint16
@@ -27,7 +27,7 @@ type Underlay struct {
 
 // UnderlayPeer is another host.
 type UnderlayPeer struct {
-	Line int
+	At Place
 	wireguard.Peer
 }
 
@@ -42,12 +42,12 @@ func (u *Underlay) Settings() (s wireguard.Settings) {
 
 // underlay returns nil for `protect: none`.
 func (p *parser) underlay(n *yaml.Node) *Underlay {
-	u, protect := &Underlay{Line: n.Line, Interface: wireguard.DefaultInterface, Port: wireguard.DefaultPort}, ""
+	u, protect := &Underlay{At: p.place(n), Interface: wireguard.DefaultInterface, Port: wireguard.DefaultPort}, ""
 	seen := p.mapping(n, "underlay", map[string]func(*yaml.Node){
 		"protect": func(n *yaml.Node) {
 			var ok bool
 			if protect, ok = p.scalar(n, "protect"); ok && protect != "wireguard" && protect != "none" {
-				p.errs.add(n.Line, "protect must be wireguard or none, found %q", protect)
+				p.fail(n, "protect must be wireguard or none, found %q", protect)
 			}
 		},
 		"interface":        p.str("interface", &u.Interface),
@@ -66,7 +66,7 @@ func (p *parser) underlay(n *yaml.Node) *Underlay {
 }
 
 func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
-	x := UnderlayPeer{Line: n.Line}
+	x := UnderlayPeer{At: p.place(n)}
 	seen := p.mapping(n, "a peer of the underlay", map[string]func(*yaml.Node){
 		"vtep": func(n *yaml.Node) { x.Addr, _ = p.addr("vtep", n) },
 		"endpoint": func(n *yaml.Node) {
@@ -77,7 +77,7 @@ func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
 			a, err := netip.ParseAddrPort(s)
 			ip := a.Addr().Unmap()
 			if err != nil || a.Port() == 0 || ip.IsUnspecified() || ip.IsMulticast() || ip.Zone() != "" {
-				p.errs.add(n.Line, "endpoint must be a unicast IP address and a port, such as 192.0.2.2:51820 or [2001:db8::2]:51820, "+
+				p.fail(n, "endpoint must be a unicast IP address and a port, such as 192.0.2.2:51820 or [2001:db8::2]:51820, "+
 					"found %q", s)
 				return
 			}
@@ -90,7 +90,7 @@ func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
 			}
 			var err error
 			if x.PublicKey, err = wireguard.ParseKey(s); err != nil {
-				p.errs.add(n.Line, "public-key: %v, found %q", err, s)
+				p.fail(n, "public-key: %v, found %q", err, s)
 			}
 		},
 		"preshared-key-file": func(n *yaml.Node) { x.Preshared = p.secret("preshared-key-file", n) },
@@ -105,7 +105,7 @@ func (p *parser) keepalive(dst *time.Duration) func(*yaml.Node) {
 	return func(n *yaml.Node) {
 		p.duration("keepalive", 0, 65535*time.Second, "25s", dst)(n)
 		if *dst%time.Second != 0 {
-			p.errs.add(n.Line, "keepalive must be whole seconds such as 25s, found %q", n.Value)
+			p.fail(n, "keepalive must be whole seconds such as 25s, found %q", n.Value)
 		}
 	}
 }
@@ -118,7 +118,7 @@ func (p *parser) secret(what string, n *yaml.Node) (s wireguard.Secret) {
 	}
 	s, err := readSecret(path)
 	if err != nil {
-		p.errs.add(n.Line, "%s: %v", what, err)
+		p.fail(n, "%s: %v", what, err)
 	}
 	return s
 }
@@ -155,70 +155,72 @@ func readSecret(path string) (s wireguard.Secret, err error) {
 }
 
 // checkUnderlay finds mistakes that no single key shows.
-func (c *Config) checkUnderlay(errs *Errors, taps map[string]int) {
+func (c *Config) checkUnderlay(errs *Errors, taps map[string]Place) {
 	u := c.Underlay
 	if u == nil {
 		return
 	}
 	if c.VTEP == nil {
-		errs.add(u.Line, "underlay needs a `vtep` section with this host's address")
+		errs.add(u.At, "underlay needs a `vtep` section with this host's address")
 		return
 	}
 	local := c.VTEP.Local
 	if local.IsLinkLocalUnicast() || local.Zone() != "" {
-		errs.add(u.Line, "vtep local %s is a link-local address; a protected VTEP needs another one", local)
+		errs.add(c.place("vtep.local"), "vtep local %s is a link-local address; a protected VTEP needs another one", local)
 	}
 	if c.ShortPath != nil && *c.ShortPath {
-		errs.add(u.Line, "`short-path: true` is impossible with a protected underlay: omit the key")
+		errs.add(c.place("short-path"), "`short-path: true` is impossible with a protected underlay: omit the key")
 	}
 	if err := interfaceName(u.Interface); err != nil {
-		errs.add(u.Line, "underlay interface %v", err)
+		errs.add(c.place("underlay.interface"), "underlay interface %v", err)
 	}
-	if line, dup := taps[u.Interface]; dup {
-		errs.add(u.Line, "underlay interface %q is a tap's name in %s", u.Interface, at(line))
+	if first, dup := taps[u.Interface]; dup {
+		at := c.place("underlay.interface")
+		errs.add(at, "underlay interface %q is a tap's name in %s", u.Interface, first.seenFrom(at))
 	}
 	if len(u.Peers) > wireguard.MaxPeers {
-		errs.add(u.Line, "underlay has %d peers; it may have %d", len(u.Peers), wireguard.MaxPeers)
+		errs.add(u.At.sub("peers"), "underlay has %d peers; it may have %d", len(u.Peers), wireguard.MaxPeers)
 	}
-	vteps, keys, ends := map[netip.Addr]int{}, map[wireguard.PublicKey]int{}, map[netip.AddrPort]int{}
+	vteps, keys, ends := map[netip.Addr]Place{}, map[wireguard.PublicKey]Place{}, map[netip.AddrPort]Place{}
 	var own wireguard.PublicKey
 	if u.PrivateKey != (wireguard.Secret{}) {
 		own = u.PrivateKey.Public()
 	}
 	for _, p := range u.Peers {
-		vteps[p.Addr] = p.Line
+		vteps[p.Addr] = p.At
 	}
 	for _, p := range u.Peers {
 		switch {
 		case !p.Addr.IsValid() || !local.IsValid():
 		case p.Addr.Is4() != local.Is4():
-			errs.add(p.Line, "vtep %s is of another address family than vtep local %s", p.Addr, local)
+			errs.add(p.At.sub("vtep"), "vtep %s is of another address family than vtep local %s", p.Addr, local)
 		case p.Addr == local:
-			errs.add(p.Line, "vtep %s is this host itself (vtep local)", p.Addr)
+			errs.add(p.At.sub("vtep"), "vtep %s is this host itself (vtep local)", p.Addr)
 		case p.Addr.IsLinkLocalUnicast():
-			errs.add(p.Line, "vtep %s is a link-local address; a protected VTEP needs another one", p.Addr)
-		case vteps[p.Addr] != p.Line:
-			errs.add(p.Line, "vtep %s is also a peer in %s", p.Addr, at(vteps[p.Addr]))
+			errs.add(p.At.sub("vtep"), "vtep %s is a link-local address; a protected VTEP needs another one", p.Addr)
+		case vteps[p.Addr] != p.At:
+			errs.add(p.At.sub("vtep"), "vtep %s is also a peer in %s", p.Addr, vteps[p.Addr].seenFrom(p.At))
 		}
 		if p.PublicKey != (wireguard.PublicKey{}) {
-			switch line, dup := keys[p.PublicKey]; {
+			switch first, dup := keys[p.PublicKey]; {
 			case p.PublicKey == own:
-				errs.add(p.Line, "public-key is this host's own: it is the key of private-key-file")
+				errs.add(p.At.sub("public-key"), "public-key is this host's own: it is the key of private-key-file")
 			case dup:
-				errs.add(p.Line, "public-key is already used in %s; each host needs its own", at(line))
+				errs.add(p.At.sub("public-key"), "public-key is already used in %s; each host needs its own", first.seenFrom(p.At))
 			default:
-				keys[p.PublicKey] = p.Line
+				keys[p.PublicKey] = p.At
 			}
 		}
 		if e := p.Endpoint; e.IsValid() {
-			switch line, dup := ends[e]; {
+			_, isVTEP := vteps[e.Addr()]
+			switch first, dup := ends[e]; {
 			case dup:
-				errs.add(p.Line, "endpoint %s is already used in %s", e, at(line))
-			case e.Addr() == local || vteps[e.Addr()] != 0:
-				errs.add(p.Line, "endpoint %s has the address of a VTEP, which is reached through WireGuard only; want the host's "+
+				errs.add(p.At.sub("endpoint"), "endpoint %s is already used in %s", e, first.seenFrom(p.At))
+			case e.Addr() == local || isVTEP:
+				errs.add(p.At.sub("endpoint"), "endpoint %s has the address of a VTEP, which is reached through WireGuard only; want the host's "+
 					"address on the network below", e)
 			default:
-				ends[e] = p.Line
+				ends[e] = p.At
 			}
 		}
 	}

@@ -56,8 +56,8 @@ func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error 
 // AddNetwork makes a network.
 func (d *Daemon) AddNetwork(c *config.Network) error { return d.addNetwork(c, config.Runtime) }
 
-// addNetwork is AddNetwork for a network from a line of the file.
-func (d *Daemon) addNetwork(c *config.Network, line int) error {
+// addNetwork is AddNetwork for a network from a file.
+func (d *Daemon) addNetwork(c *config.Network, at config.Place) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var n *network
@@ -68,9 +68,9 @@ func (d *Daemon) addNetwork(c *config.Network, line int) error {
 	if err != nil {
 		return err
 	}
-	c.Line = line
-	if c.TAP != nil && line == config.Runtime {
-		c.TAP.Line = line
+	c.At = at
+	if c.TAP != nil && at == config.Runtime {
+		c.TAP.At = at
 	}
 	d.nets[c.Name] = n
 	d.log.Info("network added", "network", c.Name, "vni", c.VNI)
@@ -118,7 +118,7 @@ func replaceNetwork(next *config.Config, name string, edit func(*config.Network)
 // AddTAP gives a network its host port.
 func (d *Daemon) AddTAP(name string, c *config.TAP) error { return d.addTAP(name, c, config.Runtime) }
 
-func (d *Daemon) addTAP(name string, c *config.TAP, line int) error {
+func (d *Daemon) addTAP(name string, c *config.TAP, at config.Place) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	n, err := d.network(name)
@@ -131,7 +131,7 @@ func (d *Daemon) addTAP(name string, c *config.TAP, line int) error {
 	err = d.changeLocked(func(next *config.Config) { replaceNetwork(next, name, func(x *config.Network) { x.TAP = c }) },
 		func() error { return n.openTAP(d, c) })
 	if err == nil {
-		c.Line = line
+		c.At = at
 		d.portsChanged(n)
 		d.log.Info("host port added", "network", name, "interface", c.Name)
 	}
@@ -162,7 +162,7 @@ func (d *Daemon) RemoveTAP(name string) error {
 // AddVM makes a VM's sockets.
 func (d *Daemon) AddVM(c *config.VM) error { return d.addVM(c, config.Runtime) }
 
-func (d *Daemon) addVM(c *config.VM, line int) error {
+func (d *Daemon) addVM(c *config.VM, at config.Place) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var v *vm
@@ -173,7 +173,7 @@ func (d *Daemon) addVM(c *config.VM, line int) error {
 	if err != nil {
 		return err
 	}
-	c.Line = line
+	c.At = at
 	d.vms[c.Name] = v
 	d.portsChanged(d.nets[c.Network])
 	d.log.Info("VM added", "vm", c.Name, "network", c.Network, "mac", c.MAC)

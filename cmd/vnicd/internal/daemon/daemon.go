@@ -396,9 +396,9 @@ func (d *Daemon) makeEVPN() (err error) {
 	d.evpn, err = evpn.New(ec)
 	switch {
 	case errors.Is(err, unix.EACCES):
-		return fmt.Errorf("%s:%d: %w (vnicd needs CAP_NET_BIND_SERVICE for ports below 1024: run it as root or with that capability, or set evpn `port`)", d.cfg.Path, c.Line, err)
+		return fmt.Errorf("%v: %w (vnicd needs CAP_NET_BIND_SERVICE for ports below 1024: run it as root or with that capability, or set evpn `port`)", c.At, err)
 	case err != nil:
-		return fmt.Errorf("%s:%d: %w%s", d.cfg.Path, c.Line, err, hint(err))
+		return fmt.Errorf("%v: %w%s", c.At, err, hint(err))
 	}
 	d.onClose(d.evpn.Close)
 	return nil
@@ -413,7 +413,7 @@ func (d *Daemon) makeNetworks() error {
 	for _, c := range d.cfg.Networks {
 		n, err := d.newNetwork(c)
 		if err != nil {
-			return fmt.Errorf("%s:%d: network %q: %w", d.cfg.Path, c.Line, c.Name, err)
+			return fmt.Errorf("%v: network %q: %w", c.At, c.Name, err)
 		}
 		d.nets[c.Name] = n
 	}
@@ -442,7 +442,7 @@ func (d *Daemon) makeVMs() error {
 	for _, c := range d.cfg.VMs {
 		v, err := d.newVM(c)
 		if err != nil {
-			return fmt.Errorf("%s:%d: VM %q: %w", d.cfg.Path, c.Line, c.Name, err)
+			return fmt.Errorf("%v: VM %q: %w", c.At, c.Name, err)
 		}
 		d.vms[c.Name] = v
 	}

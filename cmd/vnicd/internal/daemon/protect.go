@@ -25,7 +25,7 @@ func (d *Daemon) protect() (err error) {
 		if errors.Is(err, unix.EPERM) {
 			advice = hint(err)
 		}
-		return fmt.Errorf("%s:%d: underlay: %w%s", d.cfg.Path, u.Line, err, advice)
+		return fmt.Errorf("%v: underlay: %w%s", u.At, err, advice)
 	}
 	d.onClose(d.guard.Close)
 	return nil

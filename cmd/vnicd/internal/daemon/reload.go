@@ -57,12 +57,17 @@ type step struct {
 func fixed(was, is *config.Config) (keys []string) {
 	a, b := reflect.ValueOf(was).Elem(), reflect.ValueOf(is).Elem()
 	for i := range a.NumField() {
-		switch name := a.Type().Field(i).Name; name {
-		case "Path", "LogLevel", "Networks", "VMs", "Underlay":
+		name, same := a.Type().Field(i).Name, false
+		switch name {
+		case "Path", "Keys", "LogLevel", "Networks", "VMs", "Underlay":
+			continue
+		case "EVPN":
+			same = was.EVPN.Equal(is.EVPN)
 		default:
-			if !reflect.DeepEqual(a.Field(i).Interface(), b.Field(i).Interface()) {
-				keys = append(keys, strings.ToLower(wordStart.ReplaceAllString(name, "$1-$2")))
-			}
+			same = reflect.DeepEqual(a.Field(i).Interface(), b.Field(i).Interface())
+		}
+		if !same {
+			keys = append(keys, strings.ToLower(wordStart.ReplaceAllString(name, "$1-$2")))
 		}
 	}
 	return keys
@@ -89,22 +94,22 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	for _, n := range next.Networks {
 		old := d.cfg.Network(n.Name)
 		if old == nil {
-			addNets = append(addNets, step{"network " + n.Name + " added", func() error { return d.addNetwork(n, n.Line) }})
+			addNets = append(addNets, step{"network " + n.Name + " added", func() error { return d.addNetwork(n, n.At) }})
 			continue
 		}
 		a, b := *old, *n
-		a.Line, a.Peers, a.LearnPeers, a.TAP = 0, nil, false, nil
-		b.Line, b.Peers, b.LearnPeers, b.TAP = 0, nil, false, nil
+		a.At, a.Peers, a.LearnPeers, a.TAP = config.Place{}, nil, false, nil
+		b.At, b.Peers, b.LearnPeers, b.TAP = config.Place{}, nil, false, nil
 		if !reflect.DeepEqual(a, b) {
 			wrong = append(wrong,
-				fmt.Sprintf("line %d: network %q can change its peers and its tap; for other keys remove it and add it again",
-					n.Line, n.Name))
+				fmt.Sprintf("%v: network %q can change its peers and its tap; for other keys remove it and add it again",
+					n.At, n.Name))
 			continue
 		}
 		nets = append(nets, d.planNetwork(old, n)...)
 	}
 	for _, old := range d.cfg.Networks {
-		if old.Line != config.Runtime && next.Network(old.Name) == nil {
+		if old.At != config.Runtime && next.Network(old.Name) == nil {
 			delNets = append(delNets, step{"network " + old.Name + " removed",
 				func() error { return d.RemoveNetwork(old.Name) }})
 		}
@@ -113,14 +118,14 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	for _, v := range next.VMs {
 		old, err := d.cfg.VM(v.Name)
 		if err != nil {
-			addVMs = append(addVMs, step{"VM " + v.Name + " added", func() error { return d.addVM(v, v.Line) }})
+			addVMs = append(addVMs, step{"VM " + v.Name + " added", func() error { return d.addVM(v, v.At) }})
 			continue
 		}
 		if v.FileDMA == old.FileDMA {
 			v.DMA = old.DMA // an operator's change stays
 		}
 		a, b := *old, *v
-		a.Line, a.Network, b.Line, b.Network = 0, "", 0, ""
+		a.At, a.Network, b.At, b.Network = config.Place{}, "", config.Place{}, ""
 		a.DMA, a.FileDMA = b.DMA, b.FileDMA
 		switch {
 		case reflect.DeepEqual(a, b):
@@ -135,15 +140,15 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 				}})
 			}
 		case d.vms[v.Name].attached():
-			wrong = append(wrong, fmt.Sprintf("line %d: %s %q is attached; only its network and dma can change now", v.Line,
+			wrong = append(wrong, fmt.Sprintf("%v: %s %q is attached; only its network and dma can change now", v.At,
 				v.What(), v.Name))
 		default:
 			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
-			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.Line) }})
+			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.At) }})
 		}
 	}
 	for _, old := range d.cfg.VMs {
-		if _, err := next.VM(old.Name); err != nil && old.Line != config.Runtime {
+		if _, err := next.VM(old.Name); err != nil && old.At != config.Runtime {
 			delVMs = append(delVMs, step{"VM " + old.Name + " removed", func() error { return d.RemoveVM(old.Name) }})
 		}
 	}
@@ -161,7 +166,7 @@ func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {
 		}
 		if n.TAP != nil {
 			steps = append(steps, step{"host port " + n.TAP.Name + " added",
-				func() error { return d.addTAP(n.Name, n.TAP, n.TAP.Line) }})
+				func() error { return d.addTAP(n.Name, n.TAP, n.TAP.At) }})
 		}
 	}
 	for _, p := range n.Peers {
@@ -188,7 +193,7 @@ func tapChanged(a, b *config.TAP) bool {
 		return a != b
 	}
 	x, y := *a, *b
-	x.Line, y.Line = 0, 0
+	x.At, y.At = config.Place{}, config.Place{}
 	return !reflect.DeepEqual(x, y)
 }
 

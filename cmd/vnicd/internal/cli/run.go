@@ -150,14 +150,14 @@ func reload(d *daemon.Daemon, log hclog.Logger) {
 func (a *app) reloadCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "reload",
-		Short: "Make the running vnicd read its configuration file again",
-		Long: `Applies the present configuration file to the running daemon and prints the changes:
-networks and VMs that are added or removed, VMs that move, peers, host ports, keys and
-peers of WireGuard, the log level. VMs that are attached to a QEMU keep running; only
-their network can change. A file with mistakes changes nothing, and neither does one with
-a change that needs a restart (engines, buffers, vtep, sockets, monitoring, a network's
-vni and limits).
-Objects that were added at run time remain.
+		Short: "Make the running vnicd read its configuration again",
+		Long: `Applies the present configuration, the file and its fragments, to the running daemon and
+prints the changes: networks and VMs that are added or removed, VMs that move, peers, host
+ports, keys and peers of WireGuard, the log level. VMs that are attached to a QEMU keep
+running; only their network can change. A file with mistakes changes nothing, and neither
+does one with a change that needs a restart (engines, buffers, vtep, sockets, monitoring,
+a network's vni and limits).
+Objects that were added at run time remain; once a file has them, they go with it.
 
 ` + whichSocket,
 		Args: args(cobra.NoArgs),

@@ -1,8 +1,9 @@
-// Package config reads vnicd's configuration file: YAML, checked key by key, so that all mistakes are reported
-// together, each with its line.
+// Package config reads vnicd's configuration: a YAML file and its fragments, checked key by key, so that all mistakes
+// are reported together, each with its file and line.
 //
-// Each of the three stages has a file. parse.go walks the YAML tree and refuses unknown keys. It also converts values
-// to the types below. check.go then finds what only the whole shows (duplicates, references, address families).
+// Each stage has a file. load.go reads the files, merge.go makes one tree of theirs. parse.go walks the tree, refuses
+// unknown keys, and converts values to the types below. check.go then finds what only the whole shows (duplicates,
+// references, address families).
 package config
 
 import (
@@ -55,6 +56,10 @@ const (
 type Config struct {
 	// Path of the file, for messages.
 	Path string
+	// Files are those that were read: the main file and its fragments, in that order.
+	Files []string
+	// Overrides are the single values that stand in several files.
+	Overrides []Override
 	// Keys are the places of the keys outside of lists, by their path, such as vtep.port.
 	Keys map[string]Place
 	// Host is this host's name in status output. Default: the system's.

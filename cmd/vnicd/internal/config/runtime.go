@@ -1,9 +1,6 @@
 package config
 
 import (
-	"bytes"
-	"errors"
-	"io"
 	"slices"
 
 	"go.yaml.in/yaml/v3"
@@ -19,16 +16,12 @@ func ParseTAP(data []byte) (*TAP, error) { return parseOne(data, (*parser).tap) 
 func ParseVM(data []byte) (*VM, error) { return parseOne(data, (*parser).vm) }
 
 func parseOne[T any](data []byte, read func(*parser, *yaml.Node) *T) (*T, error) {
-	p := parser{file: requestName, keys: map[string]Place{}}
-	var doc yaml.Node
+	p := newParser()
 	var v *T
-	switch err := yaml.NewDecoder(bytes.NewReader(data)).Decode(&doc); {
-	case errors.Is(err, io.EOF):
+	if n := p.decode(source{requestName, data}); n != nil {
+		v = read(p, n)
+	} else if len(p.errs.list) == 0 {
 		p.errs.add(Place{File: requestName}, "the body is empty")
-	case err != nil:
-		p.syntax(err)
-	default:
-		v = read(&p, doc.Content[0])
 	}
 	if err := p.errs.orNil(); err != nil {
 		return nil, err

@@ -14,11 +14,11 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/overlay"
 )
 
-// Reload reads the configuration file again and applies its changes. It returns the changes as text.
+// Reload reads the configuration file and its fragments again and applies its changes. It returns the changes as text.
 //
 // It makes a plan first: a file with mistakes, or with changes that a running daemon cannot make, changes nothing. The
 // steps of the plan can still fail (an address in use); the list then has the changes made before the error. Things
-// added at run time stay, unless the file now has something of that name.
+// added at run time stay, unless the configuration now has something of that name.
 func (d *Daemon) Reload() ([]string, error) {
 	d.reloading.Lock()
 	defer d.reloading.Unlock()
@@ -42,8 +42,32 @@ func (d *Daemon) Reload() ([]string, error) {
 		}
 		done = append(done, s.what)
 	}
+	d.adoptPlaces(next)
 	d.log.Info("configuration reloaded", "changes", len(done))
 	return done, nil
+}
+
+// adoptPlaces notes where things stand now. What was added at run time and stands in a file now is no longer of that
+// kind: it goes when the file does.
+func (d *Daemon) adoptPlaces(next *config.Config) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, n := range next.Networks {
+		if old := d.cfg.Network(n.Name); old != nil {
+			old.At = n.At
+			if old.TAP != nil && n.TAP != nil {
+				old.TAP.At = n.TAP.At
+			}
+		}
+	}
+	for _, v := range next.VMs {
+		if old, err := d.cfg.VM(v.Name); err == nil {
+			old.At = v.At
+		}
+	}
+	now := d.cfg.Clone()
+	now.Files, now.Overrides, now.Keys = next.Files, next.Overrides, next.Keys
+	d.cfg = now
 }
 
 // step is one change.
@@ -59,7 +83,7 @@ func fixed(was, is *config.Config) (keys []string) {
 	for i := range a.NumField() {
 		name, same := a.Type().Field(i).Name, false
 		switch name {
-		case "Path", "Keys", "LogLevel", "Networks", "VMs", "Underlay":
+		case "Path", "Files", "Overrides", "Keys", "LogLevel", "Networks", "VMs", "Underlay":
 			continue
 		case "EVPN":
 			same = was.EVPN.Equal(is.EVPN)

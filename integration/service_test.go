@@ -146,6 +146,18 @@ func testService(u *user, t *testing.T) {
 			t.Errorf("`%s`: %s, want %s", line, got, want)
 		}
 	}
+	// Root saves a VM in the configuration, which the daemon then reads; a user without rights cannot.
+	for _, step := range []struct{ line, want string }{
+		{"vnicd vm add --save saved network blue mac 02:00:00:00:0f:01 2>&1; true", "permission denied.*run it as root"},
+		{"sudo vnicd vm add --save saved network blue mac 02:00:00:00:0f:01 2>&1", "^$"},
+		{"stat -c %U:%G:%a /etc/vnicd/vnicd.d/vm-saved.yaml /run/vnicd/saved.hca", "root:root:644\nvnicd:vnicd:660"},
+		{"sudo vnicd reload 2>&1; vnicd check", "VMs, 1 fragments in /etc/vnicd/vnicd.d"},
+		{"sudo vnicd vm del --save saved 2>&1; sudo vnicd reload 2>&1; ls -A /etc/vnicd/vnicd.d", "^$"},
+	} {
+		if got := u.run(t, step.line); !regexp.MustCompile(step.want).MatchString(got) {
+			t.Errorf("`%s`: %s, want %s", step.line, got, step.want)
+		}
+	}
 	if out := u.run(t,
 		"systemd-analyze verify /usr/lib/systemd/system/vnicd.service /usr/lib/systemd/system/vnicd.socket /usr/lib/systemd/system/vnicd-status.socket 2>&1"); strings.Contains(out, "vnicd") {
 		t.Errorf("systemd-analyze verify: %s", out)

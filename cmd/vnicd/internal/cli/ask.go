@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -137,6 +139,27 @@ func body(w map[string][]string, known map[string]wordKind, rename map[string]st
 		}
 	}
 	return m
+}
+
+// numeric are values that the configuration has as numbers.
+var numeric = regexp.MustCompile(`^(0|[1-9][0-9]{0,15})$`)
+
+// fileKeys returns the keys of a body as they stand in a file: numbers and truth values as such.
+func fileKeys(body map[string]any, known map[string]wordKind) map[string]any {
+	keys := map[string]any{}
+	for k, v := range body {
+		s, single := v.(string)
+		n, err := strconv.ParseInt(s, 10, 64)
+		switch {
+		case single && known[k] == flag:
+			keys[k] = true
+		case single && err == nil && numeric.MatchString(s) && k != "network":
+			keys[k] = n
+		default:
+			keys[k] = v
+		}
+	}
+	return keys
 }
 
 // group returns a command with sub-commands that runs show if no sub-command is given.

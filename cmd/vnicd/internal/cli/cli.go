@@ -93,7 +93,8 @@ NAME" prints the options for its QEMU command line, "vnicd libvirt-xml NAME" the
 elements for its libvirt domain; "vnicd attach" plugs both devices into a running VM.
 
 The commands network, vm, fdb and neigh change a running daemon, for root and members of
-the group of its control socket (vnicd-admin). They do not change the configuration file.
+the group of its control socket (vnicd-admin). They do not change the configuration,
+except network and vm with --save.
 What only shows something also works for members of the status socket's group
 (vnicd-status).
 

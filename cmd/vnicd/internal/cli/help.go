@@ -12,6 +12,14 @@ type help struct {
 	example string
 }
 
+const (
+	addSaveHelp = `With --save it is there after a restart, too: the command writes a fragment of the
+configuration with it alone, such as /etc/vnicd/vnicd.d/vm-NAME.yaml, and replaces no file.
+This needs the right to write there, which the daemon does not have: run it as root.`
+	delSaveHelp = `With --save the fragment that "add --save" wrote is removed, too. What another file defines
+is refused: remove it there, then run "vnicd reload".`
+)
+
 // helps is indexed by the command's path without "vnicd". A test checks that every command is in it.
 var helps = map[string]help{
 	"run":     {"", "vnicd run -c vnicd.yaml --log-level debug\nvnicd run --keep"},
@@ -65,8 +73,11 @@ ageing       lifetime of a learnt address, such as 300s [300s]
 max-entries  size of the forwarding table [16384]
 storm        broadcast, multicast and unknown-unicast frames per second and port;
              0: unlimited [10000]
-multicast    snoop: to members only; flood: to all ports [flood]`, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3"},
-	"network del": {"The network's tunnels and host port are removed with it.", "vnicd network del green"},
+multicast    snoop: to members only; flood: to all ports [flood]
+
+` + addSaveHelp, "vnicd network add green vni 200 peer 192.0.2.2 peer 192.0.2.3\nvnicd network add --save red vni 300"},
+	"network del": {"The network's tunnels and host port are removed with it.\n\n" + delSaveHelp,
+		"vnicd network del green\nvnicd network del --save red"},
 	"network add-peer": {"The address is IPv4 or IPv6, as the VTEP's own. Adding a listed peer changes nothing.",
 		"vnicd network add-peer blue 192.0.2.3"},
 	"network del-peer": {"Addresses learnt from this peer are forgotten.", "vnicd network del-peer blue 192.0.2.3"},
@@ -92,9 +103,13 @@ memory-budget  limit of the VM's memory that the device keeps resident, such as 
 memory-weight  share of memory under pressure, 1 to 10000 [100]
 dma            what the devices may do to the VM's memory: rw, ro, blocked [rw]
 qmp            monitor socket of QEMU, which reports memory ballooning
-user, group    who may open the sockets, by name or number [whom socket-mode permits]`,
-		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB"},
-	"vm del":  {"A QEMU that uses the sockets loses both devices.", "vnicd vm del vm3"},
+user, group    who may open the sockets, by name or number [whom socket-mode permits]
+
+` + addSaveHelp,
+		"vnicd vm add vm3 network blue mac 02:00:00:00:00:03 memory-budget 1GiB\n" +
+			"vnicd vm add --save vm4 network blue mac 02:00:00:00:00:04"},
+	"vm del": {"A QEMU that uses the sockets loses both devices.\n\n" + delSaveHelp,
+		"vnicd vm del vm3\nvnicd vm del --save vm4"},
 	"vm move": {"", "vnicd vm move vm1 network green"},
 	"vm quarantine": {`From then on no device reads or writes data of the VM (dma blocked). Its RDMA connections
 end, its HCA's port is down, and frames from it and to it are dropped. With --read-only the

@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
@@ -31,7 +32,7 @@ func (a *app) networkCmd() *cobra.Command {
 		Use: "show [NAME]", Short: "Show networks, their peers and drops", Args: args(cobra.MaximumNArgs(1)),
 		RunE: a.showNetworks,
 	}
-	add := &cobra.Command{
+	add := saveFlag(&cobra.Command{
 		Use: "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N] " +
 			"[multicast snoop|flood]",
 		Short: "Add a network", Args: args(cobra.MinimumNArgs(1)),
@@ -43,17 +44,14 @@ func (a *app) networkCmd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			b := body(w, networkWords, map[string]string{"peer": "peers"})
-			b["name"] = argv[0]
-			return a.ask(c, http.MethodPost, "/v1/networks", b, nil)
+			return a.add(c, config.KindNetwork, argv[0], body(w, networkWords, map[string]string{"peer": "peers"}),
+				networkWords)
 		},
-	}
-	del := &cobra.Command{
+	})
+	del := saveFlag(&cobra.Command{
 		Use: "del NAME", Short: "Remove a network that has no VMs", Args: args(cobra.ExactArgs(1)),
-		RunE: func(c *cobra.Command, argv []string) error {
-			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(argv[0]), nil, nil)
-		},
-	}
+		RunE: func(c *cobra.Command, argv []string) error { return a.del(c, config.KindNetwork, argv[0]) },
+	})
 	peer := func(use, short, method string) *cobra.Command {
 		return &cobra.Command{Use: use, Short: short, Args: args(cobra.ExactArgs(2)),
 			RunE: func(c *cobra.Command, argv []string) error {
@@ -81,7 +79,7 @@ func (a *app) networkCmd() *cobra.Command {
 	}
 	return a.group("network", "Show and change the tenants' networks",
 		`Networks of the running daemon. Arguments after NAME are named like the keys of the
-configuration file. Changes last until the daemon ends.`, show, add, del,
+configuration file. Changes last until the daemon ends; add and del can save them.`, show, add, del,
 		peer("add-peer NETWORK ADDRESS", "Add another host's underlay address", http.MethodPut),
 		peer("del-peer NETWORK ADDRESS", "Remove a peer that add-peer added", http.MethodDelete), tap, delTAP)
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
 	"github.com/vnicd/vnicd/translate"
 )
@@ -33,7 +34,7 @@ func (a *app) vmCmd() *cobra.Command {
 			return t.Flush()
 		},
 	}
-	add := &cobra.Command{
+	add := saveFlag(&cobra.Command{
 		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [hca vhost-user|ivshmem] [rate BITS] [storm N] " +
 			"[memory-budget SIZE] [memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
 		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
@@ -45,17 +46,13 @@ func (a *app) vmCmd() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			b := body(w, vmWords, map[string]string{"ip": "ips"})
-			b["name"] = argv[0]
-			return a.ask(c, http.MethodPost, "/v1/vms", b, nil)
+			return a.add(c, config.KindVM, argv[0], body(w, vmWords, map[string]string{"ip": "ips"}), vmWords)
 		},
-	}
-	del := &cobra.Command{
+	})
+	del := saveFlag(&cobra.Command{
 		Use: "del NAME", Short: "Disconnect a VM and remove its sockets", Args: args(cobra.ExactArgs(1)),
-		RunE: func(c *cobra.Command, argv []string) error {
-			return a.ask(c, http.MethodDelete, "/v1/vms/"+url.PathEscape(argv[0]), nil, nil)
-		},
-	}
+		RunE: func(c *cobra.Command, argv []string) error { return a.del(c, config.KindVM, argv[0]) },
+	})
 	move := &cobra.Command{
 		Use: "move NAME network NAME", Short: "Move a VM to another network", Args: args(cobra.ExactArgs(3)),
 		Long: `Moves the port of a running VM to another network, like a cable plugged into another switch.
@@ -88,7 +85,7 @@ fail when their retries are used up.`,
 	}
 	return a.group("vm", "Show, add, move, quarantine and remove VMs",
 		`VMs of the running daemon. Arguments after NAME are named like the keys of the
-configuration file. Changes last until the daemon ends.`, show, add, del, move, quarantine, release)
+configuration file. Changes last until the daemon ends; add and del can save them.`, show, add, del, move, quarantine, release)
 }
 
 // setDMA changes a VM's attribute and prints when it was in force.

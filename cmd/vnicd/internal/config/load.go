@@ -36,10 +36,7 @@ const fragmentSuffix = ".yaml"
 // names. Errors are *Errors.
 func Load(path string) (*Config, error) {
 	var l loader
-	main := l.main(path)
-	if main != nil {
-		l.fragments(FragmentDir(path), *main)
-	}
+	l.load(path)
 	return parse(path, l.sources, l.errs)
 }
 
@@ -48,6 +45,13 @@ type loader struct {
 	sources []source
 	size    int
 	errs    Errors
+}
+
+// load reads the file at path and its fragments.
+func (l *loader) load(path string) {
+	if main := l.main(path); main != nil {
+		l.fragments(FragmentDir(path), *main)
+	}
 }
 
 func (l *loader) fail(path, format string, args ...any) {

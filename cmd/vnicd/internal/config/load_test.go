@@ -72,7 +72,7 @@ func TestFragments(t *testing.T) {
 	for _, v := range c.VMs {
 		vms = append(vms, v.Name)
 	}
-	if want := []string{"a", "z", "b"}; !slices.Equal(vms, want) { // VMs before applications, as in one file
+	if want := []string{"a", "z", "b"}; !slices.Equal(vms, want) { // by list first, as in one file
 		t.Errorf("VMs %v, want %v", vms, want)
 	}
 	if len(c.Networks) != 2 || c.Networks[0].Name != "blue" || c.Networks[1].Name != "red" {

@@ -25,7 +25,7 @@ import (
 //
 //	* GET    /v1/status
 //	  POST   /v1/reload                                read the configuration file again: ["what changed", ...]
-//	  POST   /v1/networks                              a network
+//	  POST   /v1/networks?file=                        a network; file: the fragment that has it, too
 //	  DELETE /v1/networks/{network}
 //	  PUT    /v1/networks/{network}/tap                a TAP
 //	  DELETE /v1/networks/{network}/tap
@@ -35,7 +35,7 @@ import (
 //	  DELETE /v1/networks/{network}/fdb/{mac}?vlan=
 //	  PUT    /v1/networks/{network}/neighbours/{address}?vlan=   {"mac": mac}
 //	  DELETE /v1/networks/{network}/neighbours/{address}?vlan=
-//	  POST   /v1/vms                                   a VM
+//	  POST   /v1/vms?file=                             a VM; likewise
 //	  DELETE /v1/vms/{vm}
 //	  PUT    /v1/vms/{vm}/network                      {"network": name}
 //	  PUT    /v1/vms/{vm}/dma                          {"dma": "rw", "ro" or "blocked"}: answered when accesses under the
@@ -108,7 +108,7 @@ func (d *Daemon) api(has right, control string) http.Handler {
 
 	handle("POST /v1/reload", func(*http.Request) (any, error) { return d.Reload() })
 	handle("POST /v1/networks", func(r *http.Request) (any, error) {
-		return done(with(r, config.ParseNetwork, d.AddNetwork))
+		return done(with(r, config.ParseNetwork, func(c *config.Network) error { return d.addNetwork(c, requested(r)) }))
 	})
 	handle("DELETE /v1/networks/{network}", func(r *http.Request) (any, error) {
 		return done(d.RemoveNetwork(r.PathValue("network")))
@@ -119,7 +119,9 @@ func (d *Daemon) api(has right, control string) http.Handler {
 	handle("DELETE /v1/networks/{network}/tap", func(r *http.Request) (any, error) {
 		return done(d.RemoveTAP(r.PathValue("network")))
 	})
-	handle("POST /v1/vms", func(r *http.Request) (any, error) { return done(with(r, config.ParseVM, d.AddVM)) })
+	handle("POST /v1/vms", func(r *http.Request) (any, error) {
+		return done(with(r, config.ParseVM, func(c *config.VM) error { return d.addVM(c, requested(r)) }))
+	})
 	handle("DELETE /v1/vms/{vm}", func(r *http.Request) (any, error) { return done(d.RemoveVM(r.PathValue("vm"))) })
 	handle("PUT /v1/vms/{vm}/network", func(r *http.Request) (any, error) {
 		var to struct{ Network string }
@@ -174,6 +176,14 @@ func (d *Daemon) api(has right, control string) http.Handler {
 
 // done returns the answer to a change: an empty object.
 func done(err error) (any, error) { return struct{}{}, err }
+
+// requested returns the place of what a request adds: the file that has it, too, or none.
+func requested(r *http.Request) config.Place {
+	if file := r.URL.Query().Get("file"); file != "" {
+		return config.Place{File: file}
+	}
+	return config.Runtime
+}
 
 // with parses a request's body and passes it to do.
 func with[T any](r *http.Request, parse func([]byte) (*T, error), do func(*T) error) error {

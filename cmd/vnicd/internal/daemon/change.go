@@ -12,8 +12,8 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 )
 
-// Changes at run time. Each is checked as a whole before it starts, exactly as the file would be. It takes effect
-// entirely or not at all, and is not written to the file.
+// Changes at run time. Each is checked as a whole before it starts, exactly as the files would be. It takes effect
+// entirely or not at all. The daemon writes no file: a client may have (cli/save.go).
 
 // Errors that name the kind of refusal.
 var (
@@ -53,7 +53,7 @@ func (d *Daemon) changeLocked(edit func(*config.Config), do func() error) error 
 	return nil
 }
 
-// AddNetwork makes a network.
+// AddNetwork makes a network that no file has.
 func (d *Daemon) AddNetwork(c *config.Network) error { return d.addNetwork(c, config.Runtime) }
 
 // addNetwork is AddNetwork for a network from a file.
@@ -68,10 +68,10 @@ func (d *Daemon) addNetwork(c *config.Network, at config.Place) error {
 	if err != nil {
 		return err
 	}
-	c.At = at
-	if c.TAP != nil && at == config.Runtime {
+	if c.TAP != nil && c.At != at { // otherwise its place in the file is known
 		c.TAP.At = at
 	}
+	c.At = at
 	d.nets[c.Name] = n
 	d.log.Info("network added", "network", c.Name, "vni", c.VNI)
 	return nil
@@ -159,7 +159,7 @@ func (d *Daemon) RemoveTAP(name string) error {
 	})
 }
 
-// AddVM makes a VM's sockets.
+// AddVM makes the sockets of a VM that no file has.
 func (d *Daemon) AddVM(c *config.VM) error { return d.addVM(c, config.Runtime) }
 
 func (d *Daemon) addVM(c *config.VM, at config.Place) error {

@@ -91,11 +91,25 @@ func (c *Client) send(ctx context.Context, method, url string, body io.Reader) (
 		defer resp.Body.Close()
 		var e errorBody
 		if json.NewDecoder(io.LimitReader(resp.Body, maxBody)).Decode(&e) == nil && e.Error != "" {
-			return nil, errors.New(e.Error)
+			return nil, answeredError{resp.StatusCode, e.Error}
 		}
 		return nil, fmt.Errorf("vnicd at %s answered %s", c.path, resp.Status)
 	}
 	return resp, nil
+}
+
+// answeredError is the daemon's refusal of a request.
+type answeredError struct {
+	status int
+	text   string
+}
+
+func (e answeredError) Error() string { return e.text }
+
+// IsNotFound reports whether the daemon has answered that what a request names does not exist.
+func IsNotFound(err error) bool {
+	var e answeredError
+	return errors.As(err, &e) && e.status == http.StatusNotFound
 }
 
 // asWhom says as whom a socket can be opened, and how to become that.

@@ -48,6 +48,7 @@ const bigBuffers = 16
 // Daemon is a running host.
 type Daemon struct {
 	version  string
+	path     string // absolute, of the configuration
 	log      hclog.Logger
 	started  time.Time
 	confined bool
@@ -131,6 +132,9 @@ func Start(cfg *config.Config, version string, log hclog.Logger, options ...Opti
 		o(d)
 	}
 	var err error
+	if d.path, err = filepath.Abs(cfg.Path); err != nil {
+		return nil, err
+	}
 	if d.kept, err = d.store.Kept(); err != nil {
 		log.Warn("descriptors of the previous vnicd are dropped: their VMs may lose this device", "error", err)
 	}

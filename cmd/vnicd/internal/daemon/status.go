@@ -23,6 +23,7 @@ import (
 // Status is what `vnicd status` shows and `vnicd status -j` prints.
 type Status struct {
 	Host    string        `json:"host"`
+	Config  string        `json:"config"` // absolute path of the main configuration file
 	Version string        `json:"version"`
 	PID     int           `json:"pid"`
 	Uptime  float64       `json:"uptime_seconds"`
@@ -131,8 +132,8 @@ type DMAStatus struct {
 func (d *Daemon) Status() *Status {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
-	s := &Status{Host: d.cfg.Host, Version: d.version, PID: os.Getpid(), Uptime: time.Since(d.started).Seconds(),
-		Keeper: keeper.Mine(), Continued: d.continued()}
+	s := &Status{Host: d.cfg.Host, Config: d.path, Version: d.version, PID: os.Getpid(),
+		Uptime: time.Since(d.started).Seconds(), Keeper: keeper.Mine(), Continued: d.continued()}
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
 	}

@@ -48,27 +48,29 @@ func (e *EVPN) elsewhere() EVPN {
 	return x
 }
 
-func (p *parser) evpn(n *yaml.Node) *EVPN {
-	e := &EVPN{At: p.place(n), Port: evpn.DefaultPort, HoldTime: evpn.DefaultHoldTime,
-		RestartTime: evpn.DefaultRestartTime}
-	seen := p.mapping(n, "evpn", map[string]func(*yaml.Node){
+func (p *parser) evpnKeys(e *EVPN) object {
+	return object{what: "evpn", keys: map[string]field{
 		"as": number(p, "as", 1, 1<<32-2, &e.AS),
-		"router-id": func(n *yaml.Node) {
+		"router-id": {func(n *yaml.Node) {
 			if a, ok := p.addr("router-id", n); ok && !a.Is4() {
 				p.fail(n, "router-id must be written as an IPv4 address, found %q", a)
 			} else {
 				e.RouterID = a
 			}
-		},
-		"listen":       p.addrs("evpn listen", &e.Listen),
+		}, &Schema{Type: types{"string"}, Format: "ipv4"}},
+		"listen":       p.addresses("evpn listen", &e.Listen),
 		"port":         number(p, "evpn port", 0, 65535, &e.Port),
 		"hold-time":    p.duration("hold-time", 3*time.Second, 65535*time.Second, "90s", &e.HoldTime),
 		"restart-time": p.duration("restart-time", 0, 4095*time.Second, "120s", &e.RestartTime), // RFC 4724: 12 bits
-		"neighbours": func(n *yaml.Node) {
-			p.sequence(n, "neighbours", func(x *yaml.Node) { e.Neighbours = append(e.Neighbours, p.neighbour(x)) })
-		},
-	})
-	p.need(n, seen, "evpn", "as", "neighbours")
+		"neighbours": p.list("neighbours", p.neighbourKeys(&Neighbour{}).schema(),
+			func(x *yaml.Node) { e.Neighbours = append(e.Neighbours, p.neighbour(x)) }),
+	}}
+}
+
+func (p *parser) evpn(n *yaml.Node) *EVPN {
+	e := &EVPN{At: p.place(n), Port: evpn.DefaultPort, HoldTime: evpn.DefaultHoldTime,
+		RestartTime: evpn.DefaultRestartTime}
+	p.need(n, p.mapping(n, p.evpnKeys(e)), "evpn", "as", "neighbours")
 	for i := range e.Neighbours {
 		if x := &e.Neighbours[i]; x.AS == 0 {
 			x.AS = e.AS
@@ -77,27 +79,30 @@ func (p *parser) evpn(n *yaml.Node) *EVPN {
 	return e
 }
 
-func (p *parser) neighbour(n *yaml.Node) Neighbour {
-	x := Neighbour{At: p.place(n)}
-	seen := p.mapping(n, "a neighbour", map[string]func(*yaml.Node){
-		"address":       func(n *yaml.Node) { x.Address, _ = p.addr("neighbour address", n) },
+func (p *parser) neighbourKeys(x *Neighbour) object {
+	return object{"a neighbour", map[string]field{
+		"address":       p.address("neighbour address", &x.Address),
 		"as":            number(p, "neighbour as", 1, 1<<32-2, &x.AS),
-		"password":      p.str("password", &x.Password),
+		"password":      p.str("password", &Schema{Type: types{"string"}, MaxLength: evpn.MaxPassword}, &x.Password),
 		"ttl-security":  number(p, "ttl-security", 1, 254, &x.Hops),
 		"passive":       p.boolean("passive", &x.Passive),
 		"port":          number(p, "neighbour port", 1, 65535, &x.Port),
-		"local-address": func(n *yaml.Node) { x.Local, _ = p.addr("local-address", n) },
+		"local-address": p.address("local-address", &x.Local),
 		"max-routes":    number(p, "max-routes", 1, evpn.MaxMaxRoutes, &x.MaxRoutes),
-		"next-hops": func(n *yaml.Node) {
+		"next-hops": {func(n *yaml.Node) {
 			x.NextHops = []netip.Prefix{}
 			p.sequence(n, "next-hops", func(e *yaml.Node) {
 				if a, ok := p.prefix("a next hop", e); ok {
 					x.NextHops = append(x.NextHops, a)
 				}
 			})
-		},
-	})
-	p.need(n, seen, "a neighbour", "address")
+		}, listOf(text("[.:]"))},
+	}, []string{"address"}}
+}
+
+func (p *parser) neighbour(n *yaml.Node) Neighbour {
+	x := Neighbour{At: p.place(n)}
+	p.read(n, p.neighbourKeys(&x))
 	return x
 }
 
@@ -117,21 +122,19 @@ func (p *parser) prefix(what string, n *yaml.Node) (netip.Prefix, bool) {
 	return x, err == nil
 }
 
-func (p *parser) targets(dst *[]evpn.RouteTarget) func(*yaml.Node) {
-	return func(n *yaml.Node) {
-		p.sequence(n, "route-targets", func(e *yaml.Node) {
-			s, ok := p.scalar(e, "a route target")
-			if !ok {
-				return
-			}
-			rt, err := evpn.ParseRouteTarget(s)
-			if err != nil {
-				p.fail(e, "%v", err)
-				return
-			}
-			*dst = append(*dst, rt)
-		})
-	}
+func (p *parser) targets(dst *[]evpn.RouteTarget) field {
+	return p.list("route-targets", text("^[0-9.]+:[0-9]+$"), func(e *yaml.Node) {
+		s, ok := p.scalar(e, "a route target")
+		if !ok {
+			return
+		}
+		rt, err := evpn.ParseRouteTarget(s)
+		if err != nil {
+			p.fail(e, "%v", err)
+			return
+		}
+		*dst = append(*dst, rt)
+	})
 }
 
 // checkEVPN completes the section from the VTEP's, and finds mistakes that no single key shows.

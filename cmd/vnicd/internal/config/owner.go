@@ -17,37 +17,40 @@ func (v *VM) owner() *localsocket.Owner {
 	return v.Owner
 }
 
-// user reads a user by name or number; None after a mistake.
-func (p *parser) user(what string, n *yaml.Node) int {
-	s, ok := p.scalar(n, what)
-	if !ok {
-		return localsocket.None
-	}
-	if u, err := user.Lookup(s); err == nil {
-		s = u.Uid
-	}
-	return p.id(what, "a user", s, n)
+// user accepts a user by name or number.
+func (p *parser) user(what string, set func(uid int)) field {
+	return p.id(what, "a user", func(name string) string {
+		if u, err := user.Lookup(name); err == nil {
+			return u.Uid
+		}
+		return name
+	}, set)
 }
 
-// group is user for a group.
-func (p *parser) group(what string, n *yaml.Node) int {
-	s, ok := p.scalar(n, what)
-	if !ok {
-		return localsocket.None
-	}
-	if g, err := user.LookupGroup(s); err == nil {
-		s = g.Gid
-	}
-	return p.id(what, "a group", s, n)
+// group accepts a group by name or number.
+func (p *parser) group(what string, set func(gid int)) field {
+	return p.id(what, "a group", func(name string) string {
+		if g, err := user.LookupGroup(name); err == nil {
+			return g.Gid
+		}
+		return name
+	}, set)
 }
 
-func (p *parser) id(what, kind, s string, n *yaml.Node) int {
-	v, err := strconv.ParseUint(s, 10, 31)
-	if err != nil {
-		p.fail(n, "%s must be %s of this host or its number, found %q", what, kind, s)
-		return localsocket.None
-	}
-	return int(v)
+// id accepts a number, or what lookup makes one of.
+func (p *parser) id(what, kind string, lookup func(name string) string, set func(int)) field {
+	return field{func(n *yaml.Node) {
+		s, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		v, err := strconv.ParseUint(lookup(s), 10, 31)
+		if err != nil {
+			p.fail(n, "%s must be %s of this host or its number, found %q", what, kind, s)
+			return
+		}
+		set(int(v))
+	}, userOrID}
 }
 
 // groupOr returns the number of a group, or what there is instead if the host has no such group.

@@ -40,23 +40,21 @@ func (u *Underlay) Settings() (s wireguard.Settings) {
 	return s
 }
 
+func (p *parser) underlayKeys(u *Underlay, protect *string) object {
+	return object{what: "underlay", keys: map[string]field{
+		"protect":          p.choice("protect", []string{"wireguard", "none"}, func(s string) { *protect = s }),
+		"interface":        p.str("interface", aDevice, &u.Interface),
+		"listen-port":      number(p, "listen-port", 1, 65535, &u.Port),
+		"private-key-file": p.secret("private-key-file", &u.PrivateKey),
+		"peers": p.list("underlay peers", p.underlayPeerKeys(&UnderlayPeer{}).schema(),
+			func(e *yaml.Node) { u.Peers = append(u.Peers, p.underlayPeer(e)) }),
+	}}
+}
+
 // underlay returns nil for `protect: none`.
 func (p *parser) underlay(n *yaml.Node) *Underlay {
 	u, protect := &Underlay{At: p.place(n), Interface: wireguard.DefaultInterface, Port: wireguard.DefaultPort}, ""
-	seen := p.mapping(n, "underlay", map[string]func(*yaml.Node){
-		"protect": func(n *yaml.Node) {
-			var ok bool
-			if protect, ok = p.scalar(n, "protect"); ok && protect != "wireguard" && protect != "none" {
-				p.fail(n, "protect must be wireguard or none, found %q", protect)
-			}
-		},
-		"interface":        p.str("interface", &u.Interface),
-		"listen-port":      number(p, "listen-port", 1, 65535, &u.Port),
-		"private-key-file": func(n *yaml.Node) { u.PrivateKey = p.secret("private-key-file", n) },
-		"peers": func(n *yaml.Node) {
-			p.sequence(n, "underlay peers", func(e *yaml.Node) { u.Peers = append(u.Peers, p.underlayPeer(e)) })
-		},
-	})
+	seen := p.mapping(n, p.underlayKeys(u, &protect))
 	p.need(n, seen, "underlay", "protect")
 	if protect == "none" {
 		return nil
@@ -65,11 +63,10 @@ func (p *parser) underlay(n *yaml.Node) *Underlay {
 	return u
 }
 
-func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
-	x := UnderlayPeer{At: p.place(n)}
-	seen := p.mapping(n, "a peer of the underlay", map[string]func(*yaml.Node){
-		"vtep": func(n *yaml.Node) { x.Addr, _ = p.addr("vtep", n) },
-		"endpoint": func(n *yaml.Node) {
+func (p *parser) underlayPeerKeys(x *UnderlayPeer) object {
+	return object{"a peer of the underlay", map[string]field{
+		"vtep": p.address("vtep", &x.Addr),
+		"endpoint": {func(n *yaml.Node) {
 			s, ok := p.scalar(n, "endpoint")
 			if !ok {
 				return
@@ -82,8 +79,8 @@ func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
 				return
 			}
 			x.Endpoint = netip.AddrPortFrom(ip, a.Port())
-		},
-		"public-key": func(n *yaml.Node) {
+		}, text(":[0-9]+$")},
+		"public-key": {func(n *yaml.Node) {
 			s, ok := p.scalar(n, "public-key")
 			if !ok {
 				return
@@ -92,35 +89,41 @@ func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
 			if x.PublicKey, err = wireguard.ParseKey(s); err != nil {
 				p.fail(n, "public-key: %v, found %q", err, s)
 			}
-		},
-		"preshared-key-file": func(n *yaml.Node) { x.Preshared = p.secret("preshared-key-file", n) },
+		}, text("^[A-Za-z0-9+/]{43}=$")},
+		"preshared-key-file": p.secret("preshared-key-file", &x.Preshared),
 		"keepalive":          p.keepalive(&x.Keepalive),
-	})
-	p.need(n, seen, "a peer of the underlay", "vtep", "endpoint", "public-key")
+	}, []string{"vtep", "endpoint", "public-key"}}
+}
+
+func (p *parser) underlayPeer(n *yaml.Node) UnderlayPeer {
+	x := UnderlayPeer{At: p.place(n)}
+	p.read(n, p.underlayPeerKeys(&x))
 	return x
 }
 
 // keepalive accepts whole seconds, which is all that WireGuard knows.
-func (p *parser) keepalive(dst *time.Duration) func(*yaml.Node) {
-	return func(n *yaml.Node) {
-		p.duration("keepalive", 0, 65535*time.Second, "25s", dst)(n)
+func (p *parser) keepalive(dst *time.Duration) field {
+	f := p.duration("keepalive", 0, 65535*time.Second, "25s", dst)
+	return field{func(n *yaml.Node) {
+		f.read(n)
 		if *dst%time.Second != 0 {
 			p.fail(n, "keepalive must be whole seconds such as 25s, found %q", n.Value)
 		}
-	}
+	}, f.is}
 }
 
-// secret reads the key in the file that a node names.
-func (p *parser) secret(what string, n *yaml.Node) (s wireguard.Secret) {
-	path, ok := p.scalar(n, what)
-	if !ok {
-		return s
-	}
-	s, err := readSecret(path)
-	if err != nil {
-		p.fail(n, "%s: %v", what, err)
-	}
-	return s
+// secret accepts the path of a file with a key, which it reads.
+func (p *parser) secret(what string, dst *wireguard.Secret) field {
+	return field{func(n *yaml.Node) {
+		path, ok := p.scalar(n, what)
+		if !ok {
+			return
+		}
+		var err error
+		if *dst, err = readSecret(path); err != nil {
+			p.fail(n, "%s: %v", what, err)
+		}
+	}, anyPath}
 }
 
 // readSecret reads a key from a file that only its owner can read. Root may check the daemon's file.

@@ -105,9 +105,9 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 	}
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig,
 		"configuration `file`; its fragments are in its .d")
-	root.AddCommand(a.runCmd(), a.reloadCmd(), a.upgradeCmd(), a.checkCmd(), a.statusCmd(), a.topCmd(), a.qemuArgsCmd(),
-		a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(), a.captureCmd(),
-		a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd(), a.labCmd())
+	root.AddCommand(a.runCmd(), a.reloadCmd(), a.upgradeCmd(), a.checkCmd(), a.schemaCmd(), a.statusCmd(), a.topCmd(),
+		a.qemuArgsCmd(), a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(),
+		a.captureCmd(), a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd(), a.labCmd())
 	addHelp(root, "")
 	root.SetOut(a.out)
 	root.SetErr(a.err)

@@ -1,8 +1,10 @@
 package config
 
 import (
+	"bytes"
 	"encoding/json"
 	"slices"
+	"strings"
 )
 
 // Schema is a JSON Schema (draft 7, which editors know best) of one value of the configuration. A file that it accepts
@@ -75,4 +77,39 @@ func (o object) schema() *Schema {
 		s.Properties[k] = f.is
 	}
 	return s
+}
+
+// JSONSchema returns the schema of a configuration file or fragment, as JSON text.
+func JSONSchema() ([]byte, error) {
+	s := newParser().top(&Config{}).schema()
+	s = s.described("", descriptions())
+	s.Type = append(s.Type, "null") // a fragment may have comments only
+	s.Schema, s.Title = "http://json-schema.org/draft-07/schema#", "Configuration of vnicd"
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", "  ")
+	err := enc.Encode(s)
+	return b.Bytes(), err
+}
+
+// described returns a copy with descriptions of s, at path, and all that is below it.
+func (s *Schema) described(path string, texts map[string]string) *Schema {
+	c := *s
+	c.Description = texts[path]
+	if c.Description == "" {
+		if rest, is := strings.CutPrefix(path, "applications[]"); is {
+			c.Description = texts["vms[]"+rest]
+		}
+	}
+	if s.Items != nil {
+		c.Items = s.Items.described(path+"[]", texts)
+	}
+	if s.Properties != nil {
+		c.Properties = map[string]*Schema{}
+		for k, p := range s.Properties {
+			c.Properties[k] = p.described(join(path, k), texts)
+		}
+	}
+	return &c
 }

@@ -3,6 +3,7 @@ package ivshmem
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -22,7 +23,8 @@ func (se *session) requests() {
 	defer se.srv.mu.Unlock()
 	watch := se.srv.cfg.Work.Start(worktime.Messages)
 	defer watch.Stop()
-	if n := se.bar.word(offRequest).Load(); n != se.answered {
+	if n := se.bar.word(offRequest).Load(); n != se.answered || se.unsure {
+		se.unsure = false
 		se.answered = n
 		r := se.bar.request()
 		err := se.obey(&r)
@@ -157,6 +159,9 @@ func (se *session) reset() error {
 
 // setRunning starts the queues, or stops them where they are.
 func (se *session) setRunning(on bool) {
+	if on {
+		se.removeStale()
+	}
 	if se.status&virtio.StatusDriverOK == 0 || se.running == on {
 		return
 	}
@@ -178,17 +183,43 @@ func (se *session) setRunning(on bool) {
 	}
 }
 
-// addMemory tells the device of a region.
+// addMemory tells the device of a region, unless it has it since the previous process.
 func (se *session) addMemory(r region) {
-	if err := se.dev.AddMemReg(r.Region, r.fd); err != nil && !se.refused(err) {
+	if slices.Contains(se.has, r.Region) {
 		return
+	}
+	if err := se.dev.AddMemReg(r.Region, r.fd); err == nil {
+		se.has = append(se.has, r.Region)
+	} else {
+		_ = se.refused(err)
 	}
 }
 
-func (se *session) removeMemory(r region) {
-	if err := se.dev.RemMemReg(r.Region); err != nil && !se.refused(err) {
+func (se *session) removeMemory(r vhostuser.Region) {
+	if i := slices.Index(se.has, r); i >= 0 {
+		if err := se.dev.RemMemReg(r); err == nil || se.refused(err) {
+			se.has = slices.Delete(se.has, i, i+1)
+		}
+	}
+}
+
+// removeStale removes what was withdrawn while nobody followed the network card. Its memory is complete once it runs.
+func (se *session) removeStale() {
+	for _, r := range slices.Clone(se.has) {
+		if !slices.ContainsFunc(se.srv.regions, func(x region) bool { return x.Region == r }) {
+			se.removeMemory(r)
+		}
+	}
+}
+
+// machineReset resets the device if its queues stand, see Server.MachineReset.
+func (se *session) machineReset() {
+	if se.running {
 		return
 	}
+	_ = se.reset()
+	se.bar.put32(offStatus, se.status)
+	eventfd.Raise(se.out[0], &se.hint) // a driver that goes on nevertheless sees that its device has begun anew
 }
 
 // configChanged shows the driver the device's config space of now, and tells it so.

@@ -56,23 +56,45 @@ type bar struct {
 	generation uint32 // of config space, as written last
 }
 
+const barSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
 // newBar makes the memory. Its size cannot change, so accesses never fault.
-func newBar() (b *bar, err error) {
+func newBar() (*bar, error) {
 	fd, err := unix.MemfdCreate("vnicd-bar2", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, fmt.Errorf("memory of BAR 2: %w", err)
 	}
-	b = &bar{fd: fd}
 	if err = unix.Ftruncate(fd, barSize); err == nil {
-		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL)
-	}
-	if err == nil {
-		b.mem, err = unix.Mmap(fd, 0, barSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, barSeals)
 	}
 	if err != nil {
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("memory of BAR 2: %w", err)
 	}
+	return adoptBar(fd)
+}
+
+// adoptBar takes over fd, the memory that newBar has made, in this process or in another.
+func adoptBar(fd int) (b *bar, err error) {
+	defer func() {
+		if err != nil {
+			_ = unix.Close(fd)
+			b, err = nil, fmt.Errorf("memory of BAR 2: %w", err)
+		}
+	}()
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, err
+	}
+	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil || seals&barSeals != barSeals || st.Size != barSize {
+		return nil, fmt.Errorf("%d bytes with seals %#x (%v), want %d and %#x", st.Size, seals, err, barSize, barSeals)
+	}
+	b = &bar{fd: fd}
+	if b.mem, err = unix.Mmap(fd, 0, barSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		return nil, err
+	}
+	b.generation = b.word(offGeneration).Load() &^ 1 // any number is right that the driver has not just read
 	return b, nil
 }
 

@@ -6,12 +6,12 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
-	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
@@ -31,8 +31,11 @@ type Config struct {
 	// VirtioID is the id of the virtio device. Queues is the number of its virtqueues, 1..MaxQueues.
 	VirtioID uint32
 	Queues   int
-	// Device is the device's server.
+	// Device is the device's server. If it has a Keeper, that keeps QEMU's connection, too, under the name KeepAs; ""
+	// for none. Kept has what the previous process has left: Listen takes what has that name.
 	Device *vhostuser.Server
+	KeepAs string
+	Kept   vhostuser.Kept
 }
 
 // Server offers one virtio device to one QEMU at a time. It is the vhostuser.Follower of the VM's network card.
@@ -42,11 +45,16 @@ type Server struct {
 	ln  *localsocket.Listener
 	wg  sync.WaitGroup
 
+	keeps atomic.Bool // the keeper has what QEMU was given
+
 	mu      sync.Mutex
 	closed  bool
 	regions []region
 	runs    bool // the VM runs, as far as its network card tells
+	told    bool // it has told so, or that it does not
 	now     *session
+	// wasReset: the machine was reset while now was being resumed.
+	wasReset bool
 }
 
 // region is a part of guest memory. Its file is a duplicate of what the network card's front end has passed.
@@ -74,6 +82,7 @@ func Listen(cfg Config) (*Server, error) {
 		return nil, fmt.Errorf("ivshmem: %s: %w", cfg.Path, err)
 	}
 	s := &Server{cfg: cfg, log: loglimit.New(cfg.Log), ln: ln}
+	s.resume()
 	s.wg.Add(1)
 	go s.accept()
 	return s, nil
@@ -82,6 +91,9 @@ func Listen(cfg Config) (*Server, error) {
 // Vectors is the number of vectors of a device with that many queues: one for requests and changes of config space, one
 // for each queue.
 func Vectors(queues int) int { return 1 + queues }
+
+// Keeps reports whether a QEMU is connected whose device outlives this process. Any goroutine.
+func (s *Server) Keeps() bool { return s.keeps.Load() && s.cfg.Device.Keeps() }
 
 // Close ends the connection with QEMU, if any, and removes the socket. It returns after the device has been
 // disconnected. The network card's server must have been closed before.
@@ -93,6 +105,9 @@ func (s *Server) Close() error {
 	_ = s.ln.Close()
 	if now != nil {
 		_ = now.qemu.Close()
+		if !now.ready {
+			_ = now.dev.Close()
+		}
 	}
 	s.wg.Wait()
 	s.mu.Lock()
@@ -126,19 +141,13 @@ func (s *Server) accept() {
 
 // serve begins a session with QEMU, which ends by itself; after an error c is the caller's.
 func (s *Server) serve(c *net.UnixConn) error {
-	if s.cfg.Owner != nil {
-		p, err := localsocket.PeerOf(c)
-		if err != nil {
-			return err
-		}
-		if !s.cfg.Owner.Admits(p) {
-			return fmt.Errorf("process %d of user %d is not the owner of the device (%v)", p.PID, p.UID, s.cfg.Owner)
-		}
+	if err := s.admits(c); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
-	case s.closed:
+	case s.closed || s.ending():
 		return net.ErrClosed
 	case s.now != nil:
 		return errors.New("another QEMU is attached")
@@ -147,11 +156,52 @@ func (s *Server) serve(c *net.UnixConn) error {
 	if err != nil {
 		return err
 	}
+	s.attend(se, func() error { return nil })
+	return nil
+}
+
+// admits returns an error unless the process at the other end may be QEMU.
+func (s *Server) admits(c *net.UnixConn) error {
+	if s.cfg.Owner == nil {
+		return nil
+	}
+	p, err := localsocket.PeerOf(c)
+	if err == nil && !s.cfg.Owner.Admits(p) {
+		err = fmt.Errorf("process %d of user %d is not the owner of the device (%v)", p.PID, p.UID, s.cfg.Owner)
+	}
+	return err
+}
+
+// resume continues the session of the previous process, if it has left one.
+func (s *Server) resume() {
+	se, err := s.takeKept()
+	if err != nil {
+		s.log.Error("connection of the previous vnicd cannot be resumed", "socket", s.cfg.Path, "error", err)
+	}
+	if se != nil {
+		s.attend(se, func() error {
+			if err := se.resume(); err != nil {
+				return fmt.Errorf("it cannot be resumed: %w", err)
+			}
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			se.settle()
+			return nil
+		})
+	}
+}
+
+// attend serves a session on its own goroutine once begin has returned. The caller holds Server.mu, or nobody else has
+// the server.
+func (s *Server) attend(se *session, begin func() error) {
 	s.now = se
 	s.wg.Add(1)
 	go func() {
 		defer s.wg.Done()
-		err := se.run()
+		err := translate.Contain(begin)
+		if err == nil {
+			err = se.run()
+		}
 		s.mu.Lock()
 		err = errors.Join(err, se.failed)
 		se.close()
@@ -162,6 +212,13 @@ func (s *Server) serve(c *net.UnixConn) error {
 				translate.StackOf(err))
 		}
 	}()
+}
+
+// live returns the session unless it is being resumed; nil: none. The caller holds Server.mu.
+func (s *Server) live() *session {
+	if s.now != nil && s.now.ready {
+		return s.now
+	}
 	return nil
 }
 
@@ -169,7 +226,7 @@ func (s *Server) serve(c *net.UnixConn) error {
 func (s *Server) AddMemory(r vhostuser.Region, fd int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	if s.closed || s.ending() {
 		return
 	}
 	// The device's front end has no addresses of its own for guest memory: rings are named by guest physical ones.
@@ -181,8 +238,8 @@ func (s *Server) AddMemory(r vhostuser.Region, fd int) {
 	}
 	x := region{r, dup}
 	s.regions = append(s.regions, x)
-	if s.now != nil {
-		s.now.addMemory(x)
+	if se := s.live(); se != nil {
+		se.addMemory(x)
 	}
 }
 
@@ -190,11 +247,14 @@ func (s *Server) AddMemory(r vhostuser.Region, fd int) {
 func (s *Server) RemoveMemory(r vhostuser.Region) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.ending() {
+		return
+	}
 	for i, x := range s.regions {
 		if x.GuestPA == r.GuestPA && x.Size == r.Size {
 			s.regions = append(s.regions[:i:i], s.regions[i+1:]...)
-			if s.now != nil {
-				s.now.removeMemory(x)
+			if se := s.live(); se != nil {
+				se.removeMemory(x.Region)
 			}
 			_ = unix.Close(x.fd)
 			return
@@ -208,10 +268,11 @@ func (s *Server) RemoveMemory(r vhostuser.Region) {
 func (s *Server) MachineReset() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if se := s.now; se != nil && !se.running {
-		_ = se.reset()
-		se.bar.put32(offStatus, se.status)
-		eventfd.Raise(se.out[0], &se.hint) // a driver that goes on nevertheless sees that its device has begun anew
+	switch se := s.live(); {
+	case se != nil:
+		se.machineReset()
+	case s.now != nil:
+		s.wasReset = true
 	}
 }
 
@@ -219,8 +280,11 @@ func (s *Server) MachineReset() {
 func (s *Server) Run(on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.runs = on
-	if s.now != nil {
-		s.now.setRunning(on)
+	if s.ending() {
+		return
+	}
+	s.runs, s.told = on, true
+	if se := s.live(); se != nil {
+		se.setRunning(on)
 	}
 }

@@ -30,12 +30,16 @@ type session struct {
 	channel *net.UnixConn // of notices from the device
 	config  []byte
 
+	unsure   bool   // the previous process may not have answered the newest request
 	answered uint32 // number of the newest request
 	offered  uint64 // features
-	status   uint32 // virtio's device status
+	has      []vhostuser.Region
+	was      *vhostuser.Resumed // of the previous process's session
+	status   uint32             // virtio's device status
 	queues   [MaxQueues]queue
 	bases    [MaxQueues]uint32
 	running  bool // the device has the queues
+	ready    bool // false: it is being resumed, which only the goroutine that does so is to disturb
 	failed   error
 }
 
@@ -52,34 +56,53 @@ const (
 
 // newSession connects with the device, and gives QEMU what it needs. The caller holds Server.mu; after an error c is
 // the caller's.
-func newSession(s *Server, c *net.UnixConn) (se *session, err error) {
-	se = &session{srv: s, qemu: c}
-	defer func() {
-		if err != nil {
-			se.qemu = nil
-			se.close()
-		}
-	}()
-	if se.bar, err = newBar(); err != nil {
+func newSession(s *Server, c *net.UnixConn) (*session, error) {
+	se := &session{srv: s, qemu: c, ready: true}
+	if err := se.begin(); err != nil {
+		se.qemu = nil
+		se.close()
 		return nil, err
 	}
-	for range Vectors(s.cfg.Queues) {
+	return se, nil
+}
+
+func (se *session) begin() (err error) {
+	if se.bar, err = newBar(); err != nil {
+		return err
+	}
+	for range Vectors(se.srv.cfg.Queues) {
 		for _, list := range []*[]int{&se.in, &se.out} {
 			fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
 			if err != nil {
-				return nil, os.NewSyscallError("eventfd", err)
+				return os.NewSyscallError("eventfd", err)
 			}
 			*list = append(*list, fd)
 		}
 	}
-	if se.bell, err = eventfd.Dup(se.in[0]); err != nil {
-		return nil, err
+	if err := se.makeBell(); err != nil {
+		return err
 	}
 	if err := se.connect(); err != nil {
-		return nil, err
+		return err
 	}
 	se.describe()
-	return se, se.introduce()
+	kerr := se.keepParts()
+	if err := se.introduce(); err != nil {
+		return err
+	}
+	if kerr == nil {
+		kerr = se.keepConnection()
+	}
+	if kerr != nil {
+		se.srv.log.Warn("the VM will lose its HCA when vnicd restarts", "socket", se.srv.cfg.Path, "error", kerr)
+		se.forget()
+	}
+	return nil
+}
+
+func (se *session) makeBell() (err error) {
+	se.bell, err = eventfd.Dup(se.in[0])
+	return err
 }
 
 // connect makes the device's connection, with the guest memory that is known.
@@ -92,6 +115,20 @@ func (se *session) connect() error {
 	if err := se.dev.SetOwner(); err != nil {
 		return err
 	}
+	if err := se.ask(); err != nil {
+		return err
+	}
+	if err := se.openChannel(); err != nil {
+		return err
+	}
+	for _, r := range se.srv.regions {
+		se.addMemory(r)
+	}
+	return nil
+}
+
+// ask learns what the device offers.
+func (se *session) ask() error {
 	all, err := se.dev.GetFeatures()
 	if err != nil {
 		return err
@@ -100,24 +137,19 @@ func (se *session) connect() error {
 	if err := se.dev.SetProtocolFeatures(protocol); err != nil {
 		return err
 	}
+	se.config = make([]byte, maxConfig/2)
+	return se.dev.GetConfig(se.config, 0)
+}
+
+// openChannel lets the device send notices.
+func (se *session) openChannel() error {
 	theirs, ours, err := socketpair()
 	if err != nil {
 		return err
 	}
+	defer unix.Close(theirs)
 	se.channel = ours
-	err = se.dev.SetBackendReqFD(theirs)
-	_ = unix.Close(theirs)
-	if err != nil {
-		return err
-	}
-	se.config = make([]byte, maxConfig/2)
-	if err := se.dev.GetConfig(se.config, 0); err != nil {
-		return err
-	}
-	for _, r := range se.srv.regions {
-		se.addMemory(r)
-	}
-	return nil
+	return se.dev.SetBackendReqFD(theirs)
 }
 
 func socketpair() (theirs int, ours *net.UnixConn, err error) {
@@ -195,7 +227,10 @@ func (se *session) run() error {
 			}
 		}()
 	}
-	serve(func() { _ = se.bell.Wait(func() bool { se.requests(); return false }) })
+	serve(func() {
+		se.requests() // the previous process may have left one
+		_ = se.bell.Wait(func() bool { se.requests(); return false })
+	})
 	serve(func() {
 		for buf := make([]byte, 256); ; { // the sender is this process: what it sends says that config space has changed
 			_, err := se.channel.Read(buf)
@@ -246,12 +281,12 @@ func (se *session) release() bool {
 // close ends the session, and tells the driver once the device accesses no guest memory any more. The caller holds
 // Server.mu, or nobody else has the session.
 func (se *session) close() {
-	if se.dev != nil {
-		if se.release() {
-			se.bar.put32(offAnswer, ended)
-		} else {
-			se.srv.log.Error("device is not disconnected: it may still access the memory of the VM", "socket", se.srv.cfg.Path)
-		}
+	se.forget()
+	switch released := se.dev == nil || se.release(); {
+	case !released:
+		se.srv.log.Error("device is not disconnected: it may still access the memory of the VM", "socket", se.srv.cfg.Path)
+	case se.bar != nil && !se.srv.ending():
+		se.bar.put32(offAnswer, ended)
 	}
 	if se.channel != nil {
 		_ = se.channel.Close()

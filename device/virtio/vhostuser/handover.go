@@ -174,7 +174,7 @@ func (se *session) takeOver(s *keptState, kept Kept) bool {
 		se.dropParts(parts)
 		se.follow() // then: a keeper does not store the second name of an open file
 	}()
-	parts.others.drop(se.kept.to)
+	parts.others.Discard(se.kept.to)
 	if h == nil {
 		return false
 	}
@@ -268,7 +268,7 @@ func (se *session) takeParts(h *handed, kept Kept) *handedParts {
 		if fd, ok := p.own[name]; ok {
 			return fd
 		}
-		fd, ok := kept.take(name)
+		fd, ok := kept.Take(name)
 		if !ok {
 			return -1
 		}
@@ -294,7 +294,7 @@ func (se *session) takeParts(h *handed, kept Kept) *handedParts {
 		p.context, p.journal = take(se.kept.context(h.Epoch)), take(se.kept.journal(h.Epoch))
 	}
 	for _, what := range append(ringFiles[:], "context", "journal") {
-		maps.Copy(p.others, kept.of(se.kept.part(what)))
+		maps.Copy(p.others, kept.Of(se.kept.part(what)))
 	}
 	return p
 }

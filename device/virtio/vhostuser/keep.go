@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -30,8 +29,8 @@ type Keeper interface {
 // Kept is what a Keeper held when this process started: descriptors by name.
 type Kept map[string]int
 
-// of moves the descriptors of one connection into a map of their own, nil if there are none.
-func (k Kept) of(connection string) (part Kept) {
+// Of moves the descriptors of one connection into a map of their own, nil if there are none.
+func (k Kept) Of(connection string) (part Kept) {
 	for name, fd := range k {
 		if name == connection || strings.HasPrefix(name, connection+"/") {
 			if part == nil {
@@ -44,35 +43,24 @@ func (k Kept) of(connection string) (part Kept) {
 	return part
 }
 
-// take passes a descriptor to the caller; false if there is none.
-func (k Kept) take(name string) (int, bool) {
+// Take passes a descriptor to the caller; false if there is none.
+func (k Kept) Take(name string) (int, bool) {
 	fd, ok := k[name]
 	delete(k, name)
 	return fd, ok
 }
 
-// connection takes the socket; nil without an error if there is none.
-func (k Kept) connection(name string) (*net.UnixConn, error) {
-	fd, ok := k.take(name)
+// Connection takes the socket; nil without an error if there is none.
+func (k Kept) Connection(name string) (*net.UnixConn, error) {
+	fd, ok := k.Take(name)
 	if !ok {
 		return nil, nil
 	}
-	f := os.NewFile(uintptr(fd), name)
-	defer f.Close()
-	c, err := net.FileConn(f) // duplicates the descriptor
-	if err != nil {
-		return nil, err
-	}
-	u, ok := c.(*net.UnixConn)
-	if !ok {
-		_ = c.Close()
-		return nil, errors.New("not a Unix socket")
-	}
-	return u, nil
+	return unixConn(fd, name)
 }
 
-// drop closes the remaining descriptors, and removes them from the keeper.
-func (k Kept) drop(keeper Keeper) {
+// Discard closes the remaining descriptors, and removes them from the keeper.
+func (k Kept) Discard(keeper Keeper) {
 	for _, fd := range k {
 		_ = unix.Close(fd)
 	}
@@ -91,7 +79,7 @@ func (k Kept) Drop(keeper Keeper) (connections []string) {
 		}
 	}
 	slices.Sort(connections)
-	k.drop(keeper)
+	k.Discard(keeper)
 	return connections
 }
 
@@ -105,6 +93,7 @@ type keeping struct {
 	to    Keeper // nil: nothing is kept
 	name  string // of the connection; prefix of the others
 	log   hclog.Logger
+	inner bool         // the front end is within this process
 	state int          // a memory file, see statefile.go
 	lives *atomic.Bool // it is kept; see Server.Keeps
 	loss  string       // what follows if it is not, for the log
@@ -165,6 +154,10 @@ func (k *keeping) begin(c *net.UnixConn, pipe int, s keptState) error {
 	k.write(&s)
 	parts := k.keep(k.agreed(), fd)
 	parts = k.keep(k.replies(), pipe) && parts
+	if k.inner {
+		k.lives.Store(parts)
+		return nil
+	}
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -304,7 +297,7 @@ func (se *session) adoptCounted(kept Kept) error {
 // adopt restores the session's state from the previous process, except for the rings. It is checked as if the front end
 // had sent it, for it did. If the state is not continued, the driver is told that the device has lost it.
 func (se *session) adopt(kept Kept) error {
-	fd, ok := kept.take(se.kept.agreed())
+	fd, ok := kept.Take(se.kept.agreed())
 	if !ok {
 		return errors.New("the connection's state was not kept")
 	}
@@ -325,7 +318,7 @@ func (se *session) adopt(kept Kept) error {
 	if len(s.Regions) > MaxMemSlots {
 		return fmt.Errorf("%d memory regions, want at most %d", len(s.Regions), MaxMemSlots)
 	}
-	files := kept.of(se.kept.name + "/memory")
+	files := kept.Of(se.kept.name + "/memory")
 	defer func() { // the keeper has those of regions, and needs no others
 		for _, fd := range files {
 			_ = unix.Close(fd)
@@ -346,7 +339,7 @@ func (se *session) adopt(kept Kept) error {
 		}
 	}
 	se.stored = slices.Clone(se.regions)
-	if fd, ok := kept.take(se.kept.channel()); ok {
+	if fd, ok := kept.Take(se.kept.channel()); ok {
 		if err := se.backend.set(fd, se.log); err != nil {
 			return err
 		}

@@ -41,7 +41,7 @@ func openPipe() (fd int, err error) {
 
 // adoptPipe takes over the previous process's pipe.
 func (se *session) adoptPipe(kept Kept) (err error) {
-	fd, ok := kept.take(se.kept.replies())
+	fd, ok := kept.Take(se.kept.replies())
 	if !ok { // an older vnicd's connection
 		if se.pipe, err = openPipe(); err == nil {
 			se.kept.keep(se.kept.replies(), se.pipe)
@@ -61,8 +61,13 @@ func (se *session) catchUp() (err error) {
 	if se.again, err = se.t.Begun(); err != nil || !se.again {
 		return errors.Join(err, se.t.sendFrom(se.pipe))
 	}
+	return empty(se.pipe)
+}
+
+// empty drops what is in a pipe.
+func empty(pipe int) (err error) {
 	for b := make([]byte, unix.PathMax); err == nil; {
-		_, err = unix.Read(se.pipe, b)
+		_, err = unix.Read(pipe, b)
 	}
 	if !errors.Is(err, unix.EAGAIN) {
 		return fmt.Errorf("pipe for replies: %w", err)

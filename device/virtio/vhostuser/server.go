@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
-	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -133,7 +132,8 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	return s, nil
 }
 
-// Offer makes a server without a socket, which serves front ends within this process (Connect). Path is for messages.
+// Offer makes a server without a socket, which serves front ends within this process (inprocess.go). Path is for
+// messages.
 func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
 	cfg.Log = loglimit.New(cfg.Log)
 	n := dev.NumQueues()
@@ -167,36 +167,6 @@ func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) 
 	return s, nil
 }
 
-// Connect begins a connection of a front end within this process, and returns its end of it. It waits for the
-// predecessor's tear-down as for a front end in another process.
-func (s *Server) Connect() (*net.UnixConn, error) {
-	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return nil, os.NewSyscallError("socketpair", err)
-	}
-	var ends [2]*net.UnixConn
-	for i, fd := range pair {
-		f := os.NewFile(uintptr(fd), "vhost-user")
-		c, cerr := net.FileConn(f) // duplicates the descriptor
-		_ = f.Close()
-		if err = errors.Join(err, cerr); cerr == nil {
-			ends[i] = c.(*net.UnixConn)
-		}
-	}
-	if err == nil {
-		err = s.admit(ends[0])
-	}
-	if err != nil {
-		for _, c := range ends {
-			if c != nil {
-				_ = c.Close()
-			}
-		}
-		return nil, err
-	}
-	return ends[1], nil
-}
-
 // errBusy is the error of admit for a device that is in use.
 var errBusy = errors.New("device in use by another")
 
@@ -223,8 +193,8 @@ func (s *Server) resume() {
 	if s.cfg.Keeper == nil {
 		return
 	}
-	kept := s.cfg.Kept.of(s.cfg.KeepAs)
-	c, err := kept.connection(s.cfg.KeepAs)
+	kept := s.cfg.Kept.Of(s.cfg.KeepAs)
+	c, err := kept.Connection(s.cfg.KeepAs)
 	if c != nil && !s.admits(c) {
 		_ = c.Close()
 		c = nil
@@ -236,7 +206,7 @@ func (s *Server) resume() {
 		if err != nil {
 			s.log.Error("connection of the previous vnicd cannot be resumed", "socket", s.cfg.Path, "error", err)
 		}
-		kept.drop(s.cfg.Keeper)
+		kept.Discard(s.cfg.Keeper)
 		return
 	}
 	s.slot <- struct{}{}
@@ -325,7 +295,7 @@ func (s *Server) pause(d time.Duration) bool {
 
 func (s *Server) serve(t *Transport, kept Kept) {
 	defer s.wg.Done()
-	defer kept.drop(s.cfg.Keeper)
+	defer kept.Discard(s.cfg.Keeper)
 	var se *session
 	resumes, how := kept != nil, anew // kept is emptied
 	defer func() {

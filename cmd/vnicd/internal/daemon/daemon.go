@@ -215,6 +215,8 @@ const (
 	netKeptAs = "net/"
 	hcaKeptAs = "hca/"
 	appKeptAs = "app/"
+	// QEMU's connection to an HCA behind ivshmem; the rest of that HCA is as of any.
+	ivshmemKeptAs = "ivshmem/"
 )
 
 // netKeeper keeps connections of network devices, where there is room: the HCAs of all VMs come first, because they do
@@ -241,8 +243,9 @@ func (k netKeeper) Keep(name string, fd int) error {
 }
 
 // descriptorsOfHCA is what is usually kept of a VM's HCA: of each ring four eventfds (kick, error, and the last two for
-// calls), its connection's socket, channel, pipe and state, its journal, and up to four files of memory.
-func descriptorsOfHCA(engines int) int { return 4*abi.NumQueues(engines, engines) + 9 }
+// calls), its connection's socket, channel, pipe and state, its journal, up to four files of memory, and QEMU's
+// connection and what it was given if the HCA is behind ivshmem.
+func descriptorsOfHCA(engines int) int { return 4*abi.NumQueues(engines, engines) + 11 }
 
 func (d *Daemon) onClose(f func()) { d.undo.push(f) }
 

@@ -104,7 +104,7 @@ func (v *vm) outlives(h *hca.Status) Outlives {
 	switch {
 	case !h.Connected:
 		return ""
-	case !v.srv.Keeps():
+	case !v.keeps():
 		return OutlivesNothing
 	case h.Journal || !h.Up && !h.Paused: // or there is no driver that would lose anything
 		return OutlivesKill

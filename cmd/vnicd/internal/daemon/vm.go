@@ -32,7 +32,9 @@ type vm struct {
 	port *vswitch.VMPort
 	net  *vnet.Device // nil: an application
 	hca  *hca.Device
-	srv  *vhostuser.Server // of the HCA's socket
+	srv  *vhostuser.Server // of the HCA
+	// keeps reports whether the HCA's connection outlives this process.
+	keeps func() bool
 
 	netSrv *vhostuser.Server // of the network device's socket; nil: an application
 
@@ -110,9 +112,6 @@ func (v *vm) open(d *Daemon) (err error) {
 		keeper = nil
 		log.Warn("the application's connection will end with this vnicd", "reason", d.cannotKeep)
 	}
-	if c.HCA == config.Ivshmem {
-		keeper = nil // its front end is within this process
-	}
 	account, err := hca.NewAccount(limits)
 	if err != nil {
 		return err
@@ -167,8 +166,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	kept.Continuity, kept.Blameless = &d.continuity, d.blameless
 	if a := c.Application; a != nil {
 		kept.KeepAs, kept.MaxMemory, kept.Sealed = appKeptAs+c.Name, a.Memory, true
-		v.srv, err = v.listen(kept, v.hca)
-		return err
+		return v.listenHCA(kept)
 	}
 	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
 	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA is
@@ -187,7 +185,14 @@ func (v *vm) open(d *Daemon) (err error) {
 	if v.netSrv, err = v.listen(socket, v.net); err != nil || v.srv != nil {
 		return err
 	}
-	v.srv, err = v.listen(kept, v.hca)
+	return v.listenHCA(kept)
+}
+
+// listenHCA serves the HCA on a socket for vhost-user.
+func (v *vm) listenHCA(c vhostuser.Config) (err error) {
+	if v.srv, err = v.listen(c, v.hca); err == nil {
+		v.keeps = v.srv.Keeps
+	}
 	return err
 }
 
@@ -255,11 +260,12 @@ func (v *vm) listenIvshmem(c vhostuser.Config, cfg *config.Config) (*ivshmem.Ser
 	}
 	v.undo.push(func() { _ = v.srv.Close() })
 	iv, err := ivshmem.Listen(ivshmem.Config{Path: c.Path, Mode: c.Mode, Owner: owner, Log: c.Log, Work: c.Work,
-		VirtioID: qemu.VirtioID, Queues: HCAQueues(cfg), Device: v.srv})
+		VirtioID: qemu.VirtioID, Queues: HCAQueues(cfg), Device: v.srv, KeepAs: ivshmemKeptAs + v.cfg.Name, Kept: c.Kept})
 	if err != nil {
 		return nil, err
 	}
 	v.undo.push(func() { _ = iv.Close() })
+	v.keeps = iv.Keeps
 	return iv, nil
 }
 

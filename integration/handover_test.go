@@ -29,7 +29,7 @@ var (
 	kills     = flag.Int("kills", 8, "how often TestHandover and each TestOutlive kill vnicd; 500 for the long test")
 	pauses    = flag.Int("pauses", 3, "how often each TestOutlive pauses VMs; 100 for the long test")
 	longest   = flag.Duration("outlive.pause", 5*time.Second, "the longest pause; 1m for the long test")
-	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping", "what TestOutlive's VMs run; perftest, too")
+	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping", "what TestOutlive's VMs run; perftest and app, too")
 	record    = flag.String("outlive.record", "",
 		"file of results: tests of continuity that pass append to it, and do only what it lacks")
 	series = flag.Duration("outlive.for", 0,
@@ -49,13 +49,13 @@ func TestHandover(t *testing.T) {
 }
 
 // TestOutlive: every workload goes on, with every byte and number right and each completion there once, while vnicd is
-// killed, replaced, and VMs are paused: with VMs on two hosts, on one, and with Linux rxe as the peer (CO-1 to CO-3).
-// How long the queue pairs were silent and how many echo requests were lost is printed.
+// killed, replaced, and VMs are paused: with VMs on two hosts, on one, with Linux rxe as the peer, and with HCAs behind
+// ivshmem-doorbell (CO-1 to CO-3). How long the queue pairs were silent and how many echo requests were lost is printed.
 func TestOutlive(t *testing.T) {
 	for _, p := range []struct {
 		name  string
 		place func(context.Context, *testing.T, *lab.Lab) *stand
-	}{{"two hosts", onTwoHosts}, {"one host", onOneHost}, {"rxe", besideRXE}} {
+	}{{"two hosts", onTwoHosts}, {"one host", onOneHost}, {"rxe", besideRXE}, {"ivshmem", behindIvshmem}} {
 		t.Run(p.name, func(t *testing.T) {
 			outlive(t, p.place, *chosen, event{name: "kill", run: kill, times: kills},
 				event{name: "upgrade", run: upgrade, times: handovers}, event{name: "pause", run: pause, times: pauses})
@@ -74,13 +74,24 @@ type stand struct {
 	rxe     bool
 	timeout int
 	nvmeEnd func() error
+	app     *harness.Process // of the first host; nil without that workload
 }
 
 // onTwoHosts: one host has a service manager, the other a keeper.
 func onTwoHosts(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
-	va := vmA
+	return betweenHosts(ctx, t, l, "")
+}
+
+// behindIvshmem: on two hosts, with the other one of QEMU's devices.
+func behindIvshmem(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
+	return betweenHosts(ctx, t, l, "ivshmem")
+}
+
+func betweenHosts(ctx context.Context, t *testing.T, l *lab.Lab, hca string) *stand {
+	va, vb := vmA, vmB
+	va.HCA, vb.HCA = hca, hca
 	va.MemoryMiB = 3072 // more than q35 has below 4 GiB, so it has several regions, in one file
-	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), va, vmB)
+	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), va, vb)
 	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, timeout: 14}
 	s.client, s.server = w.load(ctx, t)
 	return s

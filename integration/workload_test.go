@@ -3,6 +3,7 @@ package integration
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
@@ -156,6 +157,7 @@ var workloads = []workload{
 	{name: "odp", start: odpLoad},
 	{name: "nvme", start: nvmeLoad, finish: nvmeDone},
 	{name: "cm", start: cmLoad},
+	{name: "app", start: appLoad, finish: appDone},
 	{name: "ping", start: pingLoad},
 }
 
@@ -249,6 +251,9 @@ func nvmeDone(ctx context.Context, t *testing.T, s *stand) {
 	check(t, s.nvmeEnd())
 }
 
+// rounds follows a client's rping that is not to end: it prints how many rounds have been right, and what is not one.
+const rounds = ` 2>&1 | awk 'NR % 16 == 0 {print NR; fflush()} !/ping data/ {print}'; exit 1`
+
 // cmLoad: one rdma_cm connection for ever, and new ones all the time, to one server. Both ends compare all bytes. rping
 // exits with 0 even if it fails, so its exchanges are counted.
 func cmLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
@@ -256,8 +261,7 @@ func cmLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 		&guestProgram{name: "rping server", vm: s.server.VM, line: "exec rping -s -P -V -S 2000 -a 0.0.0.0",
 			ready: "rdma resource show cm_id | grep -q 'state LISTEN'"},
 		&guestProgram{name: "rping", vm: s.client.VM, progress: "tail -n 1 /tmp/rping.out",
-			line: fmt.Sprintf("rping -c -v -V -S 500 -C 1000000000 -a %s 2>&1 | "+
-				"awk 'NR %% 16 == 0 {print NR; fflush()} !/ping data/ {print}'; exit 1", s.server.Addr)},
+			line: "rping -c -v -V -S 500 -C 1000000000 -a " + s.server.Addr + rounds},
 		&guestProgram{name: "rping again", vm: s.client.VM, ends: true, progress: "tail -n 1 /tmp/rping-again.out",
 			line: fmt.Sprintf(`trap 'stop=1' INT
 until [ "$stop" ]; do
@@ -268,6 +272,30 @@ until [ "$stop" ]; do
 		{ cut -c1-200 /tmp/rping.last; exit 1; }
 	echo $n
 done`, s.server.Addr)})
+}
+
+// appLoad: a program of the first host (PF-4) serves the stock rping of the server's VM over an rdma_cm connection. The
+// program READs and WRITEs the VM's memory; rping compares.
+func appLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
+	const name, addr = "app1", "10.0.0.101"
+	program, h := buildExample(ctx, t, s.Lab, "rping"), s.hosts[0]
+	addApplications(ctx, t, h, fmt.Sprintf(`  - {name: %s, network: blue, mac: "02:00:00:00:00:a1", ips: [%s]}`, name, addr))
+	s.app = must[*harness.Process](t)(h.NS.Start(filepath.Join(h.Dir, "app.log"), nil, program, "-socket",
+		filepath.Join(h.Dir, name+".hca"), "-address", addr, "-size", "4096", "-timeout", "100h"))
+	t.Cleanup(s.app.Kill)
+	eventually(ctx, t, "the host's program listens", func() bool {
+		return strings.Contains(s.app.LogTail(), "waiting for a client")
+	})
+	return start(ctx, t, &guestProgram{name: "rping to a host", vm: s.server.VM, progress: "tail -n 1 /tmp/rping-to-a-host.out",
+		line: "rping -c -v -V -S 3000 -C 1000000000 -a " + addr + rounds})
+}
+
+// appDone: the program has noticed nothing but the end of its connection.
+func appDone(ctx context.Context, t *testing.T, s *stand) {
+	t.Helper()
+	if err := s.app.Wait(ctx); err != nil {
+		t.Errorf("the host's program: %v\n%s", err, s.app.LogTail())
+	}
 }
 
 // pingLoad: an echo request every 5 ms over the network card, which counts the lost ones. It does not retry.

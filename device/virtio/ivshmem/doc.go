@@ -11,8 +11,8 @@
 //	QEMU's virtio-net ── memory, "rings run" ──► its vhostuser.Server ──► Server
 //
 // The registers are described in guestdrv/linux/vnicd_ivshmem.h, QEMU's protocol in its docs/specs/ivshmem-spec.rst.
-// The guest can write all of BAR 2: the driver's part is copied once for each request, and of the device's part only the
-// generation of config space is read, once, by the next process.
+// The guest can write all of BAR 2: the driver's part is copied once for each request, and of the device's part only
+// the generation of config space is read, once, by the next process.
 //
 // With a Keeper the device outlives the process (keep.go).
 package ivshmem

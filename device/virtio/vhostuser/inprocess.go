@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Front ends within this process. They end with it, and so do their sockets: a Keeper has neither the connection nor its
-// back-end channel. All else serves the front end's successor (Resume).
+// Front ends within this process. They end with it, and so do their sockets: a Keeper has neither the connection nor
+// its back-end channel. All else serves the front end's successor (Resume).
 
 // Connect begins a connection of a front end within this process, and returns its end of it. It waits for the
 // predecessor's tear-down as for a front end in another process.
@@ -33,8 +33,8 @@ type Resumed struct {
 
 // Resume continues a connection of the previous process, of which Config.Kept has the rest, with a front end that has
 // taken the place of the one there, and returns its end: what the front end has negotiated and said of memory and rings
-// stands, but for the back-end channel. If the device does not go on, its status is 0 and no ring has a description. c is
-// nil if there is no such connection.
+// stands, but for the back-end channel. If the device does not go on, its status is 0 and no ring has a description. c
+// is nil if there is no such connection.
 func (s *Server) Resume() (c *net.UnixConn, was *Resumed, err error) {
 	if s.cfg.Keeper == nil {
 		return nil, nil, nil

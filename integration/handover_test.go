@@ -29,8 +29,9 @@ var (
 	kills     = flag.Int("kills", 8, "how often TestHandover and each TestOutlive kill vnicd; 500 for the long test")
 	pauses    = flag.Int("pauses", 3, "how often each TestOutlive pauses VMs; 100 for the long test")
 	longest   = flag.Duration("outlive.pause", 5*time.Second, "the longest pause; 1m for the long test")
-	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping", "what TestOutlive's VMs run; perftest and app, too")
-	record    = flag.String("outlive.record", "",
+	chosen    = flag.String("outlive.workloads", "counters,odp,nvme,cm,ping",
+		"what TestOutlive's VMs run; perftest and app, too")
+	record = flag.String("outlive.record", "",
 		"file of results: tests of continuity that pass append to it, and do only what it lacks")
 	series = flag.Duration("outlive.for", 0,
 		"the time after which each TestOutlive ends its programs and compares; 0: once all events have happened")
@@ -50,7 +51,8 @@ func TestHandover(t *testing.T) {
 
 // TestOutlive: every workload goes on, with every byte and number right and each completion there once, while vnicd is
 // killed, replaced, and VMs are paused: with VMs on two hosts, on one, with Linux rxe as the peer, and with HCAs behind
-// ivshmem-doorbell (CO-1 to CO-3). How long the queue pairs were silent and how many echo requests were lost is printed.
+// ivshmem-doorbell (CO-1 to CO-3). For how long the queue pairs were silent is printed, and how many echo requests were
+// lost.
 func TestOutlive(t *testing.T) {
 	for _, p := range []struct {
 		name  string

@@ -150,9 +150,10 @@ cache_stale() {
 	local d name keep
 	keep=" $(qemu_dir) $(kernel_dir) $(guest_dir) $(module_dir) $(host_dir) "
 	for d in "${CONTAINER_RELEASES[@]}"; do keep+="$(container_dir "$d") "; done
+	for d in "${QEMU_RELEASES[@]}"; do keep+="$(qemu_dir "$d") "; done
 	for d in "$CACHE"/{qemu,kernel,guest,module,container,host}-*; do
 		name=${d##*/}
-		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu|(kernel|guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
+		[[ -d $d && $keep != *" $d "* && $name =~ ^(qemu(-[a-z]+)?|(kernel|guest|module)-$RELEASE|(container|host)-[a-z]+)-[0-9a-f]{12}(\.tmp\..*)?$ ]] || continue
 		say "removing $d"
 		rm -rf --one-file-system "$d"
 	done

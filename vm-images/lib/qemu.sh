@@ -1,9 +1,14 @@
 # shellcheck shell=bash
-# A QEMU with the user-creatable generic vhost-user device (called vhost-user-test-device-pci since 10.2).
+# A QEMU with the user-creatable generic vhost-user device (called vhost-user-test-device-pci since 10.2), and those of
+# other Debian releases, which have ivshmem-doorbell only.
 
 QEMU_DEVICE=vhost-user-test-device-pci
+QEMU_RELEASES=(bookworm trixie)
 
-qemu_dir() { echo "$CACHE/qemu-$(recipe_hash "$MIRROR" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/qemu.sh")"; }
+# qemu_dir [SUITE]: without SUITE of the one with the device.
+qemu_dir() {
+	echo "$CACHE/qemu-${1:+$1-}$(recipe_hash "$MIRROR" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/qemu.sh")"
+}
 
 qemu_has_device() { "$1" -device help 2>/dev/null | grep -q "\"$QEMU_DEVICE\""; }
 
@@ -37,11 +42,34 @@ qemu_build() {
 	qemu_find
 }
 
+# qemu_release_build SUITE: the QEMU of another Debian release.
+qemu_release_build() {
+	local suite
+	for suite in "${QEMU_RELEASES[@]}"; do
+		[[ $suite != "$1" ]] || {
+			need_root qemu
+			need_bootstrap
+			artifact "$(qemu_dir "$suite")" "QEMU from $suite" "qemu_recipe_$suite"
+			return
+		}
+	done
+	die "no QEMU of $1: one of ${QEMU_RELEASES[*]}"
+}
+
+qemu_recipe_bookworm() { qemu_unpack "$1" bookworm bookworm "$(qemu_dir bookworm)" && rm "$1/try"; }
+qemu_recipe_trixie() { qemu_unpack "$1" trixie trixie "$(qemu_dir trixie)" && rm "$1/try"; }
+
 qemu_recipe() {
-	local tmp=$1 final tool
-	final=$(qemu_dir)
-	bootstrap trixie "$tmp/root" apt libc6 \
-		--customize-hook='chroot "$1" apt-get install -y -t trixie-backports qemu-system-x86 qemu-utils'
+	qemu_unpack "$1" trixie trixie-backports "$(qemu_dir)"
+	qemu_has_device "$1/try" || die "the QEMU of trixie-backports has no $QEMU_DEVICE"
+	rm "$1/try"
+}
+
+# qemu_unpack TMP SUITE FROM FINAL: QEMU in TMP, later FINAL, and TMP/try, which runs it there.
+qemu_unpack() {
+	local tmp=$1 final=$4 tool
+	bootstrap "$2" "$tmp/root" apt libc6 \
+		--customize-hook="chroot \"\$1\" apt-get install -y -t $3 qemu-system-x86 qemu-utils"
 	rm -rf "$tmp"/root/var/{cache,lib/apt} "$tmp"/root/usr/share/{doc,info,zoneinfo,perl}
 	for tool in qemu-system-x86_64 qemu-img; do
 		# That root's loader runs the program, so the host's C library does not matter.
@@ -59,6 +87,4 @@ qemu_recipe() {
 	sed "s|^r=.*|r='$tmp/root'|" "$tmp/qemu-system-x86_64" >"$tmp/try"
 	chmod 755 "$tmp/try"
 	"$tmp/try" --version
-	qemu_has_device "$tmp/try" || die "the QEMU of trixie-backports has no $QEMU_DEVICE"
-	rm "$tmp/try"
 }

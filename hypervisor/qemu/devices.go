@@ -49,10 +49,12 @@ func hcaDevice(id string, vqs int) device {
 		{"vq_size", HCAQueueSize}, {"config_size", HCAConfigSize}, {"romfile", ""}}
 }
 
+const ivshmemDriver = "ivshmem-doorbell"
+
 // ivshmemDevice has an MSI-X interrupt for each vector. With master=off QEMU refuses to migrate the VM, or to save it:
 // the HCA's state would not go with it.
 func ivshmemDevice(id string, vectors int) device {
-	return device{{"driver", "ivshmem-doorbell"}, {"id", id}, {"chardev", chardevID(id)}, {"vectors", vectors},
+	return device{{"driver", ivshmemDriver}, {"id", id}, {"chardev", chardevID(id)}, {"vectors", vectors},
 		{"master", "off"}}
 }
 

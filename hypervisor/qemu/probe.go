@@ -21,19 +21,54 @@ var ErrNoDevice = errors.New("QEMU lacks the device " + HCADevice)
 
 // Probe checks that QEMU has the generic vhost-user device; the error for ErrNoDevice names the release that has it.
 func Probe(ctx context.Context, qemu string) error {
-	out, err := exec.CommandContext(ctx, qemu, "-device", "help").Output()
-	if err != nil {
-		return fmt.Errorf("qemu: asking %s for its devices: %w", qemu, err)
+	has, err := hasDevice(ctx, qemu, HCADevice)
+	if err != nil || has {
+		return err
 	}
-	if bytes.Contains(out, []byte(`"`+HCADevice+`"`)) {
-		return nil
-	}
-	version := "its version is unknown"
-	if v, err := exec.CommandContext(ctx, qemu, "--version").Output(); err == nil {
-		version, _, _ = strings.Cut(string(v), "\n")
-	}
+	version, _, _ := versionOf(ctx, qemu)
 	return fmt.Errorf("qemu: %s: %w, which QEMU has since %s (this one: %s); Debian's trixie-backports has such a QEMU, "+
 		"and vm-images/build qemu fetches it", qemu, ErrNoDevice, HCADeviceRelease, version)
+}
+
+// ErrNoIvshmem reports a QEMU in which the HCA cannot be behind ivshmem-doorbell.
+var ErrNoIvshmem = errors.New("QEMU cannot have the HCA behind ivshmem-doorbell")
+
+// ProbeIvshmem is Probe for an HCA behind ivshmem-doorbell, whose virtio-net needs `reconnect-ms`.
+func ProbeIvshmem(ctx context.Context, qemu string) error {
+	has, err := hasDevice(ctx, qemu, ivshmemDriver)
+	if err != nil {
+		return err
+	}
+	version, major, minor := versionOf(ctx, qemu)
+	if !has {
+		return fmt.Errorf("qemu: %s: %w: it lacks the device (%s)", qemu, ErrNoIvshmem, version)
+	}
+	if major < 9 || major == 9 && minor < 2 {
+		return fmt.Errorf("qemu: %s: %w: that needs QEMU 9.2 or newer, as Debian 13 has it (this one: %s)", qemu, ErrNoIvshmem,
+			version)
+	}
+	return nil
+}
+
+// hasDevice reports whether QEMU can create a device.
+func hasDevice(ctx context.Context, qemu, device string) (bool, error) {
+	out, err := exec.CommandContext(ctx, qemu, "-device", "help").Output()
+	if err != nil {
+		return false, fmt.Errorf("qemu: asking %s for its devices: %w", qemu, err)
+	}
+	return bytes.Contains(out, []byte(`"`+device+`"`)), nil
+}
+
+// versionOf returns what QEMU says of its version, and its number, 0 if that is unknown.
+func versionOf(ctx context.Context, qemu string) (says string, major, minor int) {
+	out, err := exec.CommandContext(ctx, qemu, "--version").Output()
+	if err != nil {
+		return "its version is unknown", 0, 0
+	}
+	says, _, _ = strings.Cut(string(out), "\n")
+	_, after, _ := strings.Cut(says, "version ")
+	_, _ = fmt.Sscanf(after, "%d.%d", &major, &minor)
+	return says, major, minor
 }
 
 // probeMessage is printed by vm-images/guest/initramfs-init if the kernel command line has vnicd.probe.

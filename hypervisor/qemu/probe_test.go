@@ -40,6 +40,25 @@ func TestProbe(t *testing.T) {
 	}
 }
 
+func TestProbeIvshmem(t *testing.T) {
+	ctx := testCtx(t)
+	for version, want := range map[string]string{"11.1.3 (Debian 1:11.1.3)": "", "9.2.0": "", "9.1.2": "9.2 or newer",
+		"7.2.22": "version 7.2.22", "": "9.2 or newer"} {
+		err := ProbeIvshmem(ctx, script(t, `[ "$1" = --version ] && echo QEMU emulator version `+"'"+version+`' ||
+echo 'name "ivshmem-doorbell", bus PCI'`))
+		if want == "" && err != nil || want != "" && (!errors.Is(err, ErrNoIvshmem) || !strings.Contains(err.Error(), want)) {
+			t.Errorf("version %q: %v", version, err)
+		}
+	}
+	err := ProbeIvshmem(ctx, script(t, `echo 'name "virtio-net-pci", bus PCI'`))
+	if !errors.Is(err, ErrNoIvshmem) || !strings.Contains(err.Error(), "lacks the device") {
+		t.Errorf("without the device: %v", err)
+	}
+	if err := ProbeIvshmem(ctx, "/nonexistent"); err == nil || errors.Is(err, ErrNoIvshmem) {
+		t.Errorf("no QEMU: %v", err)
+	}
+}
+
 func TestAccelOverride(t *testing.T) {
 	for _, a := range []Accel{TCG, KVM} {
 		t.Setenv("VNICD_ACCEL", string(a))

@@ -44,7 +44,11 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			if binary != "" {
 				ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 				defer cancel()
-				if err := qemu.Probe(ctx, binary); err != nil {
+				probe := qemu.Probe
+				if vm.HCA == config.Ivshmem {
+					probe = qemu.ProbeIvshmem
+				}
+				if err := probe(ctx, binary); err != nil {
 					return err
 				}
 			}
@@ -79,7 +83,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 	c.Flags().BoolVar(&huge, "huge-pages", false, "take the guest's memory from the host's huge pages")
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
 	c.Flags().BoolVar(&lines, "lines", false, "print one option per line, for reading")
-	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the generic vhost-user device")
+	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the VM's devices")
 	return c
 }
 

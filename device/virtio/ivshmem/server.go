@@ -100,14 +100,14 @@ func (s *Server) Keeps() bool { return s.keeps.Load() && s.cfg.Device.Keeps() }
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.closed = true
-	now := s.now
+	now, live := s.now, s.live()
 	s.mu.Unlock()
 	_ = s.ln.Close()
 	if now != nil {
 		_ = now.qemu.Close()
-		if !now.ready {
-			_ = now.dev.Close()
-		}
+	}
+	if now != live { // it waits for the device
+		_ = now.dev.Close()
 	}
 	s.wg.Wait()
 	s.mu.Lock()

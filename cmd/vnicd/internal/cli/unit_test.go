@@ -58,8 +58,10 @@ func TestUnitRestarts(t *testing.T) {
 	if setting(t, unit, "Restart") != "on-failure" || setting(t, unit, "OOMPolicy") != "continue" {
 		t.Error("the unit does not say what follows a crash")
 	}
-	if n, err := strconv.Atoi(setting(t, unit, "RestartSec")); err != nil || n < 1 {
-		t.Errorf("RestartSec %d does not bound the rate of restarts", n)
+	// Long enough to bound the rate of restarts, and short beside the silence that connections may feel.
+	if d, err := time.ParseDuration(setting(t, unit, "RestartSec")); err != nil || d < 100*time.Millisecond ||
+		d > 200*time.Millisecond {
+		t.Errorf("RestartSec is %v: %v", d, err)
 	}
 }
 

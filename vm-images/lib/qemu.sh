@@ -56,8 +56,15 @@ qemu_release_build() {
 	die "no QEMU of $1: one of ${QEMU_RELEASES[*]}"
 }
 
-qemu_recipe_bookworm() { qemu_unpack "$1" bookworm bookworm "$(qemu_dir bookworm)" && rm "$1/try"; }
-qemu_recipe_trixie() { qemu_unpack "$1" trixie trixie "$(qemu_dir trixie)" && rm "$1/try"; }
+qemu_recipe_bookworm() {
+	qemu_unpack "$1" bookworm bookworm "$(qemu_dir bookworm)"
+	rm "$1/try"
+}
+
+qemu_recipe_trixie() {
+	qemu_unpack "$1" trixie trixie "$(qemu_dir trixie)"
+	rm "$1/try"
+}
 
 qemu_recipe() {
 	qemu_unpack "$1" trixie trixie-backports "$(qemu_dir)"

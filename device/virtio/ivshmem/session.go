@@ -30,10 +30,10 @@ type session struct {
 	channel *net.UnixConn // of notices from the device
 	config  []byte
 
-	unsure   bool   // the previous process may not have answered the newest request
-	answered uint32 // number of the newest request
-	offered  uint64 // features
-	has      []vhostuser.Region
+	unsure   bool               // the previous process may not have answered the newest request
+	answered uint32             // number of the newest request
+	offered  uint64             // features
+	has      []vhostuser.Region // guest memory that the device knows
 	was      *vhostuser.Resumed // of the previous process's session
 	status   uint32             // virtio's device status
 	queues   [MaxQueues]queue
@@ -66,6 +66,7 @@ func newSession(s *Server, c *net.UnixConn) (*session, error) {
 	return se, nil
 }
 
+// begin does the work of newSession; what it has made is in se, also after an error.
 func (se *session) begin() (err error) {
 	if se.bar, err = newBar(); err != nil {
 		return err

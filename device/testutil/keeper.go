@@ -3,6 +3,7 @@ package testutil
 import (
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -118,6 +119,40 @@ func (k *Keeper) Pass() map[string]int {
 		kept[name] = dup
 	}
 	return kept
+}
+
+// Copy returns a Keeper with what the next process would find if this one were killed now: what it writes to files of
+// state and to journals later is not in it.
+func (k *Keeper) Copy(tb testing.TB) *Keeper {
+	c := NewKeeper(tb)
+	for _, name := range k.Names() {
+		fd := k.FD(name)
+		if strings.HasSuffix(name, "/state") || strings.Contains(name, "/journal/") {
+			fd = copyFile(tb, fd)
+			defer unix.Close(fd)
+		}
+		if err := c.Keep(name, fd); err != nil {
+			tb.Fatal(err)
+		}
+	}
+	return c
+}
+
+// copyFile returns a memory file with the first 64 KiB of another one.
+func copyFile(tb testing.TB, fd int) int {
+	dup, err := unix.MemfdCreate("copy", unix.MFD_CLOEXEC)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	b := make([]byte, 1<<16)
+	n, err := unix.Pread(fd, b, 0)
+	if err == nil {
+		_, err = unix.Pwrite(dup, b[:n], 0)
+	}
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return dup
 }
 
 // sameFile reports whether two descriptors are of the same open file (kcmp(2)).

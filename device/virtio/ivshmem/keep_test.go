@@ -6,7 +6,6 @@ import (
 	"net"
 	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -117,7 +116,7 @@ func (p *process) end(killed bool) (*testutil.Keeper, vhostuser.Kept) {
 	p.t.Helper()
 	k := p.k
 	if killed {
-		k = copyOf(p.t.(*testing.T), p.k)
+		k = p.k.Copy(p.t)
 	}
 	p.k.End()
 	for _, r := range slices.Clone(p.s.regions) { // the network card's session ends first
@@ -133,34 +132,6 @@ func (p *process) next(killed bool, dev *lasting) *process {
 	p.t.Helper()
 	k, kept := p.end(killed)
 	return startProcess(p.t.(*testing.T), p.path, k, kept, dev, testQueues)
-}
-
-// copyOf returns what a keeper has now: what is written later to files of state is not in it.
-func copyOf(t *testing.T, k *testutil.Keeper) *testutil.Keeper {
-	c := testutil.NewKeeper(t)
-	for _, name := range k.Names() {
-		fd := k.FD(name)
-		if strings.HasSuffix(name, "/state") || strings.Contains(name, "/journal/") {
-			f, err := unix.MemfdCreate("copy", unix.MFD_CLOEXEC)
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer unix.Close(f)
-			b := make([]byte, 1<<20)
-			n, err := unix.Pread(fd, b, 0)
-			if err == nil {
-				_, err = unix.Pwrite(f, b[:n], 0)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			fd = f
-		}
-		if err := c.Keep(name, fd); err != nil {
-			t.Fatal(err)
-		}
-	}
-	return c
 }
 
 // shareAgain reports p's memory to another process, as the network card's session does that it resumes.

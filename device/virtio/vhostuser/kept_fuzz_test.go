@@ -44,11 +44,11 @@ func FuzzKept(f *testing.F) {
 		_, rest, _ := bytes.Cut(b, []byte(`",`)) // without the sum
 		return append([]byte("{"), rest...)
 	}
-	killed := copyKeeper(f, s)
+	killed := s.Copy(f)
 	f.Add(false, state(killed))
 	s.End()
 	_ = srv.Close()
-	ended := copyKeeper(f, s)
+	ended := s.Copy(f)
 	empty(s) // so that the front end can end
 	f.Add(true, state(ended))
 	f.Add(false, state(ended))
@@ -57,7 +57,7 @@ func FuzzKept(f *testing.F) {
 		if orderly {
 			from = ended
 		}
-		s, log, c, dev := copyKeeper(t, from), &testlog.Log{}, &vhostuser.Continuity{}, newLasting()
+		s, log, c, dev := from.Copy(t), &testlog.Log{}, &vhostuser.Continuity{}, newLasting()
 		defer empty(s)
 		fd := s.FD("hca/one/state")
 		b := make([]byte, 2*(vhostuser.MarkOff+1))

@@ -68,7 +68,7 @@ func (k *mortal) step(format string, a ...any) {
 	}
 	k.left = k.left[1:]
 	k.died = append(k.died, fmt.Sprintf(format, a...))
-	s := copyKeeper(k.t, k.s)
+	s := k.s.Copy(k.t)
 	k.s = nil // what follows is the end of the goroutine, not of a process
 	k.next <- s
 	panic("killed")

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -116,37 +115,6 @@ func (l *lasting) Journal() (int, error) {
 	return fd, nil
 }
 
-// copyKeeper returns what the next process would find if this one were killed now: what it writes later is not in it.
-func copyKeeper(t testing.TB, s *testutil.Keeper) *testutil.Keeper {
-	c := testutil.NewKeeper(t)
-	for _, name := range s.Names() {
-		fd, dup := s.FD(name), -1
-		if strings.HasSuffix(name, "/state") || strings.Contains(name, "/journal/") {
-			f, err := unix.MemfdCreate("copy", unix.MFD_CLOEXEC)
-			if err != nil {
-				t.Fatal(err)
-			}
-			dup = f
-			b := make([]byte, 1<<16)
-			n, err := unix.Pread(fd, b, 0)
-			if err == nil {
-				_, err = unix.Pwrite(f, b[:n], 0)
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			fd = f
-		}
-		if err := c.Keep(name, fd); err != nil {
-			t.Fatal(err)
-		}
-		if dup >= 0 {
-			_ = unix.Close(dup)
-		}
-	}
-	return c
-}
-
 // recorder is a Keeper that has a copy of what is kept after each step.
 type recorder struct {
 	*testutil.Keeper
@@ -163,7 +131,7 @@ type step struct {
 func (r *recorder) step(format string, a ...any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.steps = append(r.steps, step{fmt.Sprintf(format, a...), copyKeeper(r.t, r.Keeper)})
+	r.steps = append(r.steps, step{fmt.Sprintf(format, a...), r.Keeper.Copy(r.t)})
 }
 
 func (r *recorder) take() []step {
@@ -251,7 +219,7 @@ func (d *daemon) start(kept vhostuser.Kept) {
 
 // kill ends the process as SIGKILL does.
 func (d *daemon) kill() {
-	c := copyKeeper(d.t, d.s)
+	c := d.s.Copy(d.t)
 	d.end()
 	empty(d.s)
 	d.s, d.via = c, c

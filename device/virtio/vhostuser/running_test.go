@@ -197,7 +197,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 			polled(t, f, m, 0, "at first")
 			r.step("the driver runs")
 			running := r.take()
-			takeOver := []step{{"", copyKeeper(t, d.s)}, {"", copyKeeper(t, d.s)}}
+			takeOver := []step{{"", d.s.Copy(t)}, {"", d.s.Copy(t)}}
 			end := func() {
 				d.end()
 				empty(d.s)

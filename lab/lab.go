@@ -274,7 +274,7 @@ func (h *Host) Config(ctx context.Context, v VM) (qemu.Config, error) {
 	cfg.NICs = []qemu.NIC{nic}
 	if !v.NoHCA {
 		// Take the device's arguments from the command that a user would run.
-		out, err := h.CLI(ctx, "qemu-args", v.Name, "--no-memory", "--lines")
+		out, err := h.CLI(ctx, "qemu-args", v.Name, "--no-memory", "--lines", "--qemu", h.lab.Images.QEMU)
 		if err != nil {
 			return cfg, err
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/device/virtio"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
 )
 
 // lasting is a device whose state, its config space, another process can continue.
@@ -361,6 +362,69 @@ func TestNotResumed(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A device with a socket of its own, too, has one front end at a time, and goes on with the one that it had.
+func TestEitherSocket(t *testing.T) {
+	k, dir := testutil.NewKeeper(t), t.TempDir()
+	serve := func(kept vhostuser.Kept) (*vhostuser.Server, *Server) {
+		t.Helper()
+		_, inner := kept["ivshmem/one"]
+		cfg := vhostuser.Config{Path: filepath.Join(dir, "hca"), Keeper: k, KeepAs: "hca/one", Kept: kept, Inner: inner}
+		srv, err := vhostuser.Listen(cfg, &lasting{device: &device{}}, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Listen(Config{Path: filepath.Join(dir, "ivshmem"), VirtioID: 38, Queues: testQueues, Device: srv,
+			KeepAs: "ivshmem/one", Kept: kept})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if left := kept.Drop(k); len(left) > 0 {
+			t.Errorf("dropped: %q", left)
+		}
+		return srv, s
+	}
+	end := func(srv *vhostuser.Server, s *Server) vhostuser.Kept {
+		t.Helper()
+		k.End()
+		if err := errors.Join(s.Close(), srv.Close()); err != nil {
+			t.Error(err)
+		}
+		return k.Pass()
+	}
+	srv, s := serve(nil)
+	c, err := frontend.Dial(t.Context(), filepath.Join(dir, "hca"))
+	if err == nil {
+		_, err = c.GetFeatures()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: filepath.Join(dir, "ivshmem")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, err := q.Read(make([]byte, 8)); n > 0 || err == nil || s.Attached() {
+		t.Errorf("a second front end: %d bytes, %v", n, err)
+	}
+	_ = q.Close()
+	srv, s = serve(end(srv, s))
+	if _, err := c.GetFeatures(); err != nil {
+		t.Errorf("the front end in another process: %v", err)
+	}
+	_ = c.Close()
+	eventually(t, "nothing is kept", func() bool { return len(k.Names()) == 0 })
+	g := (&rig{t: t, s: s}).attach()
+	g.want(0, 0, 0)
+	srv, s = serve(end(srv, s))
+	g.want(0, 0, 0)
+	if !s.Attached() || !s.Keeps() {
+		t.Errorf("attached: %v, kept: %v", s.Attached(), s.Keeps())
+	}
+	g.detach()
+	eventually(t, "nothing is kept", func() bool { return len(k.Names()) == 0 })
+	end(srv, s)
 }
 
 // A QEMU whose device cannot be connected is sent away.

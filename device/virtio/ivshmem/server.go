@@ -45,7 +45,8 @@ type Server struct {
 	ln  *localsocket.Listener
 	wg  sync.WaitGroup
 
-	keeps atomic.Bool // the keeper has what QEMU was given
+	attached atomic.Bool // now is not nil
+	keeps    atomic.Bool // the keeper has what QEMU was given
 
 	mu      sync.Mutex
 	closed  bool
@@ -91,6 +92,9 @@ func Listen(cfg Config) (*Server, error) {
 // Vectors is the number of vectors of a device with that many queues: one for requests and changes of config space, one
 // for each queue.
 func Vectors(queues int) int { return 1 + queues }
+
+// Attached reports whether a QEMU is connected. Any goroutine.
+func (s *Server) Attached() bool { return s.attached.Load() }
 
 // Keeps reports whether a QEMU is connected whose device outlives this process. Any goroutine.
 func (s *Server) Keeps() bool { return s.keeps.Load() && s.cfg.Device.Keeps() }
@@ -195,6 +199,7 @@ func (s *Server) resume() {
 // the server.
 func (s *Server) attend(se *session, begin func() error) {
 	s.now = se
+	s.attached.Store(true)
 	s.wg.Add(1)
 	go func() {
 		defer s.wg.Done()
@@ -206,6 +211,7 @@ func (s *Server) attend(se *session, begin func() error) {
 		err = errors.Join(err, se.failed)
 		se.close()
 		s.now = nil
+		s.attached.Store(false)
 		s.mu.Unlock()
 		if err != nil {
 			s.log.Error("connection to QEMU's ivshmem device ended", "socket", s.cfg.Path, "error", err, "stack",

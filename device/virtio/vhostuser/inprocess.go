@@ -19,7 +19,7 @@ func (s *Server) Connect() (*net.UnixConn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := s.admit(back); err != nil {
+	if err := s.admit(back, true); err != nil {
 		return nil, errors.Join(err, back.Close(), front.Close())
 	}
 	return front, nil
@@ -69,7 +69,7 @@ func (s *Server) Resume() (c *net.UnixConn, was *Resumed, err error) {
 	}
 	s.slot <- struct{}{}
 	s.cfg.Continuity.begin()
-	s.begin(back, kept)
+	s.begin(back, kept, true)
 	return front, state.resumed(), nil
 }
 

@@ -55,6 +55,9 @@ type Config struct {
 	Keeper Keeper
 	KeepAs string
 	Kept   Kept
+	// Inner says that the front end of the connection in Kept was within the previous process: Listen leaves it to
+	// Resume.
+	Inner bool
 	// Blameless says that the previous process was ended by somebody else, so that no front end can have caused it.
 	Blameless bool
 	// Reconnects says that the front end begins a new connection by itself when one ends, as QEMU does for network
@@ -132,7 +135,7 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	return s, nil
 }
 
-// Offer makes a server without a socket, which serves front ends within this process (inprocess.go). Path is for
+// Offer makes a server without a socket, which serves only front ends within this process (inprocess.go). Path is for
 // messages.
 func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) {
 	cfg.Log = loglimit.New(cfg.Log)
@@ -170,13 +173,13 @@ func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) 
 // errBusy is the error of admit for a device that is in use.
 var errBusy = errors.New("device in use by another")
 
-// admit serves c once the device is free; after an error c is the caller's.
-func (s *Server) admit(c *net.UnixConn) error {
+// admit serves c once the device is free; after an error c is the caller's. inner: its front end is in this process.
+func (s *Server) admit(c *net.UnixConn, inner bool) error {
 	t := time.NewTimer(s.patience)
 	defer t.Stop()
 	select {
 	case s.slot <- struct{}{}:
-		s.begin(c, nil)
+		s.begin(c, nil, inner)
 		return nil
 	case <-t.C:
 		if s.wrecked.Load() {
@@ -190,7 +193,7 @@ func (s *Server) admit(c *net.UnixConn) error {
 
 // resume continues the previous process's connection, if there is one.
 func (s *Server) resume() {
-	if s.cfg.Keeper == nil {
+	if s.cfg.Keeper == nil || s.cfg.Inner {
 		return
 	}
 	kept := s.cfg.Kept.Of(s.cfg.KeepAs)
@@ -211,17 +214,17 @@ func (s *Server) resume() {
 	}
 	s.slot <- struct{}{}
 	s.cfg.Continuity.begin()
-	s.begin(c, kept)
+	s.begin(c, kept, false)
 }
 
 // begin serves a connection on its own goroutine; the caller has acquired the slot.
-func (s *Server) begin(c *net.UnixConn, kept Kept) {
+func (s *Server) begin(c *net.UnixConn, kept Kept, inner bool) {
 	t := NewTransport(c)
 	s.mu.Lock()
 	s.conn = t
 	s.mu.Unlock()
 	s.wg.Add(1)
-	go s.serve(t, kept)
+	go s.serve(t, kept, inner)
 }
 
 // Keeps reports whether a front end is connected whose connection outlives this process. Any goroutine.
@@ -273,7 +276,7 @@ func (s *Server) accept() {
 			_ = c.Close()
 			continue
 		}
-		if err := s.admit(c); err != nil {
+		if err := s.admit(c, false); err != nil {
 			if !errors.Is(err, net.ErrClosed) {
 				s.log.Warn("front end refused: "+err.Error(), "socket", s.cfg.Path, "peer", peer(c))
 			}
@@ -293,7 +296,7 @@ func (s *Server) pause(d time.Duration) bool {
 	}
 }
 
-func (s *Server) serve(t *Transport, kept Kept) {
+func (s *Server) serve(t *Transport, kept Kept, inner bool) {
 	defer s.wg.Done()
 	defer kept.Discard(s.cfg.Keeper)
 	var se *session
@@ -328,6 +331,7 @@ func (s *Server) serve(t *Transport, kept Kept) {
 		}
 	}
 	se = newSession(s, t)
+	se.kept.inner = inner
 	se.trial = resumed
 	err := se.run(kept)
 	if resumed != nil {

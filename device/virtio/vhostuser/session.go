@@ -77,7 +77,7 @@ func newSession(s *Server, t *Transport) *session {
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
 	// A bug met by one of its goroutines ends the connection.
 	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Broken: t.Stop})
-	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1, lives: &s.keeps, inner: s.ln == nil,
+	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1, lives: &s.keeps,
 		loss: "the VM will lose this device when vnicd restarts"}
 	if s.cfg.Reconnects {
 		se.kept.loss = "the device's link will go down for a moment when vnicd restarts"

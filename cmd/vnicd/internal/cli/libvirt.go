@@ -101,6 +101,7 @@ func newLibvirtDomain(vm, netSocket, mac string, mtu, queues int, hca []string) 
 }
 
 func (a *app) libvirtCmd() *cobra.Command {
+	var binary string
 	c := &cobra.Command{
 		Use:   "libvirt-xml VM",
 		Short: "Print the libvirt domain elements that attach a VM",
@@ -121,9 +122,13 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			if err != nil {
 				return err
 			}
+			kind, err := chooseHCA(c.Context(), vm, binary)
+			if err != nil {
+				return err
+			}
 			hca := qemu.HCAArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))
-			if vm.HCA == config.Ivshmem {
-				hca = qemu.IvshmemArgsJSON(cfg.HCASocket(vm), qemu.HCAID(vm.Name), ivshmem.Vectors(daemon.HCAQueues(cfg)))
+			if kind == config.Ivshmem {
+				hca = qemu.IvshmemArgsJSON(cfg.IvshmemSocket(vm), qemu.HCAID(vm.Name), ivshmem.Vectors(daemon.HCAQueues(cfg)))
 			}
 			e := xml.NewEncoder(a.out)
 			e.Indent("", "  ")
@@ -136,5 +141,6 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 		},
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	c.Flags().StringVar(&binary, "qemu", "", whichQEMU)
 	return c
 }

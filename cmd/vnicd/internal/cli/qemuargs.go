@@ -2,8 +2,10 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
+	"os/exec"
 	"strings"
 	"time"
 
@@ -41,16 +43,9 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			if memory < 16 || memory > 1<<20 {
 				return usageError{fmt.Errorf("--memory must be 16 to 1048576 MiB, found %d", memory)}
 			}
-			if binary != "" {
-				ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-				defer cancel()
-				probe := qemu.Probe
-				if vm.HCA == config.Ivshmem {
-					probe = qemu.ProbeIvshmem
-				}
-				if err := probe(ctx, binary); err != nil {
-					return err
-				}
+			kind, err := chooseHCA(c.Context(), vm, binary)
+			if err != nil {
+				return err
 			}
 			var out []string
 			if !noMemory {
@@ -59,8 +54,8 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			}
 			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(),
 				networkMTU(cfg, running, vm.Network), vm.Queues)...)
-			if vm.HCA == config.Ivshmem {
-				out = append(out, qemu.IvshmemArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name),
+			if kind == config.Ivshmem {
+				out = append(out, qemu.IvshmemArgs(cfg.IvshmemSocket(vm), qemu.HCAID(vm.Name),
 					ivshmem.Vectors(daemon.HCAQueues(cfg)))...)
 			} else {
 				out = append(out, qemu.HCAArgs(cfg.HCASocket(vm), qemu.HCAID(vm.Name), daemon.HCAQueues(cfg))...)
@@ -83,8 +78,39 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 	c.Flags().BoolVar(&huge, "huge-pages", false, "take the guest's memory from the host's huge pages")
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
 	c.Flags().BoolVar(&lines, "lines", false, "print one option per line, for reading")
-	c.Flags().StringVar(&binary, "qemu", "", "first check that this QEMU `binary` has the VM's devices")
+	c.Flags().StringVar(&binary, "qemu", "", whichQEMU)
 	return c
+}
+
+const whichQEMU = "print what this QEMU `binary` has, if it has the devices [the first qemu-system-x86_64 in PATH]"
+
+// chooseHCA returns the kind of device for a VM's HCA: as the configuration wants it, or what a QEMU has, the generic
+// vhost-user device before ivshmem-doorbell. A binary that was named must have it.
+func chooseHCA(ctx context.Context, vm *config.VM, binary string) (kind string, err error) {
+	named := binary != ""
+	if !named {
+		if vm.HCA != config.Auto {
+			return vm.HCA, nil
+		}
+		if binary, err = exec.LookPath("qemu-system-x86_64"); err != nil {
+			return config.VhostUser, nil
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	if vm.HCA != config.Ivshmem {
+		if err = qemu.Probe(ctx, binary); err == nil || vm.HCA == config.VhostUser {
+			return config.VhostUser, err
+		}
+	}
+	ierr := qemu.ProbeIvshmem(ctx, binary)
+	switch {
+	case ierr == nil:
+		return config.Ivshmem, nil
+	case !named: // it may not be the VM's
+		return config.VhostUser, nil
+	}
+	return "", errors.Join(err, ierr)
 }
 
 // running returns the daemon's status, nil if none answers.

@@ -193,12 +193,25 @@ func dmaState(v *daemon.VMStatus) string {
 	return " dma " + v.DMA.Attribute.String()
 }
 
+// hcaSockets names those of the VM's HCA.
+func hcaSockets(v *daemon.VMStatus) string {
+	return strings.TrimSpace(v.HCASocket + " " + v.IvshmemSocket)
+}
+
+// device names QEMU's device, if one is attached.
+func device(v *daemon.VMStatus) string {
+	if v.HCADevice == "" {
+		return ""
+	}
+	return " device " + v.HCADevice
+}
+
 func showVM(w io.Writer, v *daemon.VMStatus) {
 	fmt.Fprintf(w, "%s %s network %s mac %s%s\n", what(v), v.Name, v.Network, v.MAC, going(v))
 	if !v.IsApplication() {
 		fmt.Fprintf(w, "net %s socket %s%s\n", netState(v), v.NetSocket, outlives(v.NetOutlives))
 	}
-	fmt.Fprintf(w, "hca %s socket %s path mtu %d%s\n", hcaState(&v.HCA), v.HCASocket, v.HCA.PortMTU,
+	fmt.Fprintf(w, "hca %s socket %s path mtu %d%s%s\n", hcaState(&v.HCA), hcaSockets(v), v.HCA.PortMTU, device(v),
 		outlives(v.Outlives))
 	if r := v.DMA.Refused; v.DMA.Attribute != translate.UplinkReadWrite || r != (translate.Denied{}) {
 		fmt.Fprintf(w, "dma %v, refused %d reads, %d writes\n", v.DMA.Attribute, r.Reads, r.Writes)

@@ -35,7 +35,7 @@ func (a *app) vmCmd() *cobra.Command {
 		},
 	}
 	add := saveFlag(&cobra.Command{
-		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [hca vhost-user|ivshmem] [rate BITS] [storm N] " +
+		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [hca auto|vhost-user|ivshmem] [rate BITS] [storm N] " +
 			"[memory-budget SIZE] [memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
 		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, argv []string) error {

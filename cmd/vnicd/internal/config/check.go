@@ -141,7 +141,11 @@ func (c *Config) checkVMs(errs *Errors, networks map[string]Place) {
 		default:
 			monitors[vm.QMP] = vm.At
 		}
-		if p := c.NetSocket(vm); len(p) > maxUnixSocketPath {
+		p := c.NetSocket(vm)
+		if vm.Application == nil && vm.HCA != VhostUser {
+			p = c.IvshmemSocket(vm)
+		}
+		if len(p) > maxUnixSocketPath {
 			errs.add(vm.At, "socket path %s is over %d bytes: choose a shorter run-dir or VM name", p, maxUnixSocketPath)
 		}
 	}

@@ -211,7 +211,7 @@ type VM struct {
 	IPs []netip.Addr
 	// Queues is the number of virtio-net's queue pairs, 1 by default.
 	Queues int
-	// HCA is how QEMU has the HCA: VhostUser (default) or Ivshmem. Applications have no choice.
+	// HCA is how QEMU may have the HCA. Applications have no choice.
 	HCA string
 	// Rate bounds what the VM sends, and what it receives, in bits per second. 0: no limit.
 	Rate int64
@@ -237,6 +237,7 @@ type VM struct {
 const (
 	VhostUser = "vhost-user" // QEMU's generic vhost-user device
 	Ivshmem   = "ivshmem"    // QEMU's ivshmem-doorbell
+	Auto      = "auto"       // either of them, on sockets of their own (default)
 )
 
 // Application has the keys of a host application that VMs do not have.
@@ -282,7 +283,10 @@ func (c *Config) SocketPermission(vm *VM) os.FileMode {
 	return os.FileMode(c.SocketMode)
 }
 
-// HCASocket is the path of the socket of the VM's HCA.
+// IvshmemSocket is the path of the socket of the VM's HCA for QEMU's ivshmem-doorbell.
+func (c *Config) IvshmemSocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".ivshmem") }
+
+// HCASocket is the path of the socket of the VM's HCA for QEMU's generic vhost-user device, or of an application.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
 
 // place returns where a key outside of lists stands; the file as a whole if it does not.

@@ -219,12 +219,12 @@ func (p *parser) vmKeys(vm *VM) object {
 	o := p.client("VM", "a VM", vm)
 	o.keys["queues"] = number(p, "queues", 1, vnet.MaxPairs, &vm.Queues)
 	o.keys["qmp"] = p.str("qmp", filePath, &vm.QMP)
-	o.keys["hca"] = p.choice("hca", []string{VhostUser, Ivshmem}, func(s string) { vm.HCA = s })
+	o.keys["hca"] = p.choice("hca", []string{Auto, VhostUser, Ivshmem}, func(s string) { vm.HCA = s })
 	return o
 }
 
 func (p *parser) vm(n *yaml.Node) *VM {
-	vm := &VM{At: p.place(n), Queues: 1, HCA: VhostUser, MemoryWeight: DefaultMemoryWeight}
+	vm := &VM{At: p.place(n), Queues: 1, HCA: Auto, MemoryWeight: DefaultMemoryWeight}
 	p.read(n, p.vmKeys(vm))
 	return vm
 }

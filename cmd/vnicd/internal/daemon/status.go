@@ -69,14 +69,18 @@ type BufferStatus struct {
 
 // VMStatus is a guest with its two sockets and devices, or a host application with one.
 type VMStatus struct {
-	Name      string      `json:"name"`
-	Network   string      `json:"network"`
-	MAC       string      `json:"mac"`
-	NetSocket string      `json:"net_socket,omitempty"` // "": an application
-	HCASocket string      `json:"hca_socket"`
-	HCAKind   string      `json:"hca_kind,omitempty"` // config.VM.HCA; "": an application
-	Going     bool        `json:"going,omitempty"`    // removed, but its memory is not released yet
-	Net       vnet.Status `json:"net"`                // zero for an application
+	Name      string `json:"name"`
+	Network   string `json:"network"`
+	MAC       string `json:"mac"`
+	NetSocket string `json:"net_socket,omitempty"` // "": an application
+	HCASocket string `json:"hca_socket,omitempty"` // for vhost-user; "": only IvshmemSocket
+	HCAKind   string `json:"hca_kind,omitempty"`   // config.VM.HCA; "": an application
+	// IvshmemSocket is that for QEMU's ivshmem-doorbell; "": none.
+	IvshmemSocket string `json:"ivshmem_socket,omitempty"`
+	// HCADevice is the kind of QEMU's device that is connected; "": none, or an application.
+	HCADevice string      `json:"hca_device,omitempty"`
+	Going     bool        `json:"going,omitempty"` // removed, but its memory is not released yet
+	Net       vnet.Status `json:"net"`             // zero for an application
 	HCA       hca.Status  `json:"hca"`
 
 	// Outlives is what the HCA's connection outlives, with what its programs have open; NetOutlives is the same of the
@@ -110,6 +114,17 @@ func (v *vm) outlives(h *hca.Status) Outlives {
 		return OutlivesKill
 	}
 	return OutlivesRestart
+}
+
+// device is the kind of QEMU's device, see VMStatus.HCADevice.
+func (v *vm) device(connected bool) string {
+	switch {
+	case !connected || v.cfg.Application != nil:
+		return ""
+	case v.behind != nil && v.behind():
+		return config.Ivshmem
+	}
+	return config.VhostUser
 }
 
 func (v *vm) netOutlives(n *vnet.Status) Outlives {
@@ -169,7 +184,7 @@ func (d *Daemon) Status() *Status {
 
 func (v *vm) status(cfg *config.Config) VMStatus {
 	s := VMStatus{
-		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(), HCASocket: cfg.HCASocket(v.cfg),
+		Name: v.cfg.Name, Network: v.cfg.Network, MAC: v.cfg.MAC.String(),
 		HCAKind: v.cfg.HCA,
 		HCA:     v.hca.Describe(), Memory: v.budget.Status(), Control: v.work.Status(),
 		DMA: DMAStatus{v.attribute.Uplink(), v.attribute.Refused()},
@@ -179,5 +194,12 @@ func (v *vm) status(cfg *config.Config) VMStatus {
 		s.NetOutlives = v.netOutlives(&s.Net)
 	}
 	s.Outlives = v.outlives(&s.HCA)
+	s.HCADevice = v.device(s.HCA.Connected)
+	if v.cfg.HCA != config.Ivshmem {
+		s.HCASocket = cfg.HCASocket(v.cfg)
+	}
+	if v.cfg.Application == nil && v.cfg.HCA != config.VhostUser {
+		s.IvshmemSocket = cfg.IvshmemSocket(v.cfg)
+	}
 	return s
 }

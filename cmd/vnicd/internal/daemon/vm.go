@@ -35,6 +35,8 @@ type vm struct {
 	srv  *vhostuser.Server // of the HCA
 	// keeps reports whether the HCA's connection outlives this process.
 	keeps func() bool
+	// behind reports whether a QEMU's ivshmem device is connected; nil: it cannot be.
+	behind func() bool
 
 	netSrv *vhostuser.Server // of the network device's socket; nil: an application
 
@@ -168,24 +170,51 @@ func (v *vm) open(d *Daemon) (err error) {
 		kept.KeepAs, kept.MaxMemory, kept.Sealed = appKeptAs+c.Name, a.Memory, true
 		return v.listenHCA(kept)
 	}
-	socket.MachineReset = v.hca.MachineReset // for the generic device QEMU only stops the rings, as for a pause
-	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA is
-	// QEMU's generic device, which does not survive the end of its connection.
-	if c.HCA == config.Ivshmem {
-		iv, err := v.listenIvshmem(kept, d.cfg)
-		if err != nil {
-			return err
-		}
+	// QEMU's ivshmem device says nothing of memory and resets, and for the generic device QEMU only stops the rings, as
+	// for a pause: both learn from the network card.
+	socket.MachineReset = v.hca.MachineReset
+	iv, err := v.listenBoth(kept, d.cfg)
+	if err != nil {
+		return err
+	}
+	if iv != nil {
 		socket.Follower = iv
 		socket.MachineReset = func() { v.hca.MachineReset(); iv.MachineReset() }
 	}
+	// QEMU connects its virtio-net to the next vnicd by itself, but the guest sees its link go down then. The HCA's
+	// devices do not survive the end of their connection.
 	socket.Path = d.cfg.NetSocket(c)
 	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(d.keeper()), netKeptAs+c.Name, d.kept
 	socket.Reconnects, socket.Blameless = true, d.blameless
-	if v.netSrv, err = v.listen(socket, v.net); err != nil || v.srv != nil {
-		return err
+	v.netSrv, err = v.listen(socket, v.net)
+	return err
+}
+
+// listenBoth serves a VM's HCA on the sockets that its configuration wants. iv, if there is one, follows the network
+// card's connection.
+func (v *vm) listenBoth(c vhostuser.Config, cfg *config.Config) (iv *ivshmem.Server, err error) {
+	_, c.Inner = c.Kept[ivshmemKeptAs+v.cfg.Name]
+	if v.cfg.HCA == config.Ivshmem {
+		if v.srv, err = vhostuser.Offer(c, v.hca, v.gvmi); err != nil {
+			return nil, err
+		}
+		v.undo.push(func() { _ = v.srv.Close() })
+	} else if err := v.listenHCA(c); err != nil {
+		return nil, err
 	}
-	return v.listenHCA(kept)
+	if v.cfg.HCA == config.VhostUser {
+		return nil, nil
+	}
+	iv, err = ivshmem.Listen(ivshmem.Config{Path: cfg.IvshmemSocket(v.cfg), Mode: c.Mode, Owner: c.Owner, Log: c.Log,
+		Work: c.Work, VirtioID: qemu.VirtioID, Queues: HCAQueues(cfg), Device: v.srv, KeepAs: ivshmemKeptAs + v.cfg.Name,
+		Kept: c.Kept})
+	if err != nil {
+		return nil, err
+	}
+	v.undo.push(func() { _ = iv.Close() })
+	v.behind = iv.Attached
+	v.keeps = func() bool { return iv.Keeps() || !iv.Attached() && v.srv.Keeps() }
+	return iv, nil
 }
 
 // listenHCA serves the HCA on a socket for vhost-user.
@@ -248,25 +277,6 @@ func (v *vm) listen(c vhostuser.Config, dev virtio.Device) (*vhostuser.Server, e
 	}
 	v.undo.push(func() { _ = srv.Close() })
 	return srv, nil
-}
-
-// listenIvshmem serves the HCA behind QEMU's ivshmem device. What it returns follows the network card's connection.
-func (v *vm) listenIvshmem(c vhostuser.Config, cfg *config.Config) (*ivshmem.Server, error) {
-	var err error
-	owner := c.Owner
-	c.Owner = nil // of the connection within this process
-	if v.srv, err = vhostuser.Offer(c, v.hca, v.gvmi); err != nil {
-		return nil, err
-	}
-	v.undo.push(func() { _ = v.srv.Close() })
-	iv, err := ivshmem.Listen(ivshmem.Config{Path: c.Path, Mode: c.Mode, Owner: owner, Log: c.Log, Work: c.Work,
-		VirtioID: qemu.VirtioID, Queues: HCAQueues(cfg), Device: v.srv, KeepAs: ivshmemKeptAs + v.cfg.Name, Kept: c.Kept})
-	if err != nil {
-		return nil, err
-	}
-	v.undo.push(func() { _ = iv.Close() })
-	v.keeps = iv.Keeps
-	return iv, nil
 }
 
 func (v *vm) kind() vswitch.Kind {

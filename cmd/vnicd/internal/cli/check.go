@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/spf13/cobra"
@@ -21,8 +22,63 @@ func (a *app) load() (*config.Config, error) {
 	return c, nil
 }
 
+// checked is the JSON of check.
+type checked struct {
+	Files        []string        `json:"files"` // that were read: the main file and its fragments
+	Networks     int             `json:"networks"`
+	VMs          int             `json:"vms"`
+	Applications int             `json:"applications"`
+	Overrides    []checkOverride `json:"overrides"` // values that stand in several files
+	Mistakes     []checkMistake  `json:"mistakes"`  // if there are any, the numbers are 0
+}
+
+// checkPlace is where something stands.
+type checkPlace struct {
+	File string `json:"file"`
+	Line int    `json:"line,omitempty"` // from 1; 0: the file as a whole
+	Key  string `json:"key,omitempty"`  // such as vms[2].mac, counted within the file
+}
+
+type checkOverride struct {
+	checkPlace
+	Was checkPlace `json:"was"`
+}
+
+type checkMistake struct {
+	checkPlace
+	Message string `json:"message"`
+}
+
+func newChecked(c *config.Config, err error) (*checked, error) {
+	r := &checked{Overrides: []checkOverride{}, Mistakes: []checkMistake{}}
+	place := func(p config.Place) checkPlace { return checkPlace{p.File, p.Line, p.Key} }
+	var wrong *config.Errors
+	switch {
+	case errors.As(err, &wrong):
+		r.Files = wrong.Files
+		for _, e := range wrong.List() {
+			r.Mistakes = append(r.Mistakes, checkMistake{place(e.Place), e.Msg})
+		}
+		return r, nil
+	case err != nil:
+		return nil, err
+	}
+	r.Files, r.Networks = c.Files, len(c.Networks)
+	for _, vm := range c.VMs {
+		if vm.Application != nil {
+			r.Applications++
+		} else {
+			r.VMs++
+		}
+	}
+	for _, o := range c.Overrides {
+		r.Overrides = append(r.Overrides, checkOverride{place(o.Is), place(o.Was)})
+	}
+	return r, nil
+}
+
 func (a *app) checkCmd() *cobra.Command {
-	return &cobra.Command{
+	c := &cobra.Command{
 		Use:   "check",
 		Short: "Check the configuration",
 		Long: `Reads the configuration file and its fragments, and reports every mistake with its file
@@ -33,6 +89,9 @@ earlier file. Exit status: 0 no mistakes, 2 mistakes.
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
 			c, err := a.load()
+			if a.json {
+				return a.checkJSON(c, err)
+			}
 			if err != nil {
 				return err
 			}
@@ -47,4 +106,18 @@ earlier file. Exit status: 0 no mistakes, 2 mistakes.
 			return nil
 		},
 	}
+	c.Flags().BoolVarP(&a.json, "json", "j", false, "JSON output, also of mistakes")
+	return c
+}
+
+// checkJSON prints what config.Load returned.
+func (a *app) checkJSON(c *config.Config, err error) error {
+	r, err := newChecked(c, err)
+	if err != nil {
+		return err
+	}
+	if err := a.printJSON(r); err != nil || len(r.Mistakes) == 0 {
+		return err
+	}
+	return statusError{status: exitUsage}
 }

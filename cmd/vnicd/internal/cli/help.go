@@ -25,7 +25,7 @@ var helps = map[string]help{
 	"run":     {"", "vnicd run -c vnicd.yaml --log-level debug\nvnicd run --keep"},
 	"reload":  {"", "vnicd reload"},
 	"upgrade": {"", "apt-get install ./vnicd_1.1.0_amd64.deb && vnicd upgrade\nvnicd upgrade -j | jq .continued"},
-	"check":   {"", "vnicd check -c vnicd.yaml && systemctl reload vnicd"},
+	"check":   {"", "vnicd check -c vnicd.yaml && systemctl reload vnicd\nvnicd check -j | jq '.mistakes[]'"},
 	"schema":  {"", "vnicd schema >vnicd.schema.json"},
 	"status":  {"", "vnicd status\nvnicd status vm1\nvnicd status -j | jq '.vms[].name'"},
 	"top":     {"", "vnicd top\nvnicd top -n 10 -d 1s >rates.txt"},

@@ -303,7 +303,7 @@ func TestParseMistakes(t *testing.T) {
 		{"pressure limit 0", "memory-pressure: {limit: 0%}", "must be a whole percentage"},
 		{"pressure limit 101", "memory-pressure: {limit: 101%}", "must be a whole percentage"},
 		{"dma", vm("dma: read-only"), `x.yaml:6: dma must be rw, ro or blocked, found "read-only"`},
-		{"hca", vm("hca: ivshmem-doorbell"), `x.yaml:6: hca must be vhost-user or ivshmem, found "ivshmem-doorbell"`},
+		{"hca", vm("hca: ivshmem-doorbell"), `x.yaml:6: hca must be auto, vhost-user or ivshmem, found "ivshmem-doorbell"`},
 		{"application hca", app("hca: ivshmem"), `x.yaml:6: unknown key "hca"`},
 		{"dma list", vm("dma: [ro]"), "x.yaml:6: dma needs a value"},
 		{"dma empty", vm("dma:"), "x.yaml:6: dma needs a value"},

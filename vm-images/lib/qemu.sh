@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # A QEMU with the user-creatable generic vhost-user device (called vhost-user-test-device-pci since 10.2), and those of
-# other Debian releases, which have ivshmem-doorbell only.
+# other Debian releases, which have ivshmem-doorbell only. With the latter `hca: auto` takes that.
 
 QEMU_DEVICE=vhost-user-test-device-pci
 QEMU_RELEASES=(bookworm trixie)
@@ -10,14 +10,23 @@ qemu_dir() {
 	echo "$CACHE/qemu-${1:+$1-}$(recipe_hash "$MIRROR" -- "$HERE/lib/bootstrap.sh" "$HERE/lib/qemu.sh")"
 }
 
-qemu_has_device() { "$1" -device help 2>/dev/null | grep -q "\"$QEMU_DEVICE\""; }
+qemu_has_device() { [[ $("$1" -device help 2>/dev/null) == *"\"${2:-$QEMU_DEVICE}\""* ]]; }
+
+# qemu_usable QEMU: whether VMs can have an HCA with it.
+qemu_usable() {
+	qemu_has_device "$1" && return
+	local version
+	version=$("$1" --version | sed -n 's/^QEMU emulator version \([0-9]*\.[0-9]*\).*/\1/p')
+	[[ -n $version && $(printf '%s\n' 9.2 "$version" | sort -V | head -1) == 9.2 ]] &&
+		qemu_has_device "$1" ivshmem-doorbell
+}
 
 # qemu_find: sets QEMU and QEMU_IMG if there is a usable QEMU.
 qemu_find() {
 	QEMU='' QEMU_IMG=''
 	if [[ -n ${VNICD_QEMU:-} ]]; then
-		qemu_has_device "$VNICD_QEMU" ||
-			die "VNICD_QEMU=$VNICD_QEMU has no device $QEMU_DEVICE: it must be QEMU 10.2 or newer (Debian: qemu-system-x86 from trixie-backports)"
+		qemu_usable "$VNICD_QEMU" ||
+			die "VNICD_QEMU=$VNICD_QEMU cannot have an HCA: it must be QEMU 9.2 or newer with ivshmem-doorbell, or have $QEMU_DEVICE"
 		QEMU=$VNICD_QEMU
 		QEMU_IMG=$(command -v qemu-img || true)
 		return 0

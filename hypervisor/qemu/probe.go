@@ -50,6 +50,17 @@ func ProbeIvshmem(ctx context.Context, qemu string) error {
 	return nil
 }
 
+// ProbeEither checks that QEMU can have an HCA. ivshmem: only behind ivshmem-doorbell.
+func ProbeEither(ctx context.Context, qemu string) (ivshmem bool, err error) {
+	if err = Probe(ctx, qemu); !errors.Is(err, ErrNoDevice) {
+		return false, err
+	}
+	if other := ProbeIvshmem(ctx, qemu); other != nil {
+		return false, errors.Join(err, other)
+	}
+	return true, nil
+}
+
 // hasDevice reports whether QEMU can create a device.
 func hasDevice(ctx context.Context, qemu, device string) (bool, error) {
 	out, err := exec.CommandContext(ctx, qemu, "-device", "help").Output()

@@ -51,7 +51,7 @@ func Open(ctx context.Context, b *qemu.Builder) (*Env, error) {
 	if e.Images, err = e.Builder.Build(ctx); err != nil {
 		return nil, err
 	}
-	if err := qemu.Probe(ctx, e.Images.QEMU); err != nil {
+	if _, err := qemu.ProbeEither(ctx, e.Images.QEMU); err != nil {
 		return nil, err
 	}
 	if e.Accel, err = qemu.ProbeAccel(ctx, e.Images); err != nil {

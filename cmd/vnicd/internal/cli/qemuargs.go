@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"os/exec"
@@ -98,19 +97,20 @@ func chooseHCA(ctx context.Context, vm *config.VM, binary string) (kind string, 
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	if vm.HCA != config.Ivshmem {
-		if err = qemu.Probe(ctx, binary); err == nil || vm.HCA == config.VhostUser {
-			return config.VhostUser, err
-		}
+	switch vm.HCA {
+	case config.VhostUser:
+		return vm.HCA, qemu.Probe(ctx, binary)
+	case config.Ivshmem:
+		return vm.HCA, qemu.ProbeIvshmem(ctx, binary)
 	}
-	ierr := qemu.ProbeIvshmem(ctx, binary)
+	only, err := qemu.ProbeEither(ctx, binary)
 	switch {
-	case ierr == nil:
+	case err != nil && named: // else it may not be the VM's
+		return "", err
+	case only:
 		return config.Ivshmem, nil
-	case !named: // it may not be the VM's
-		return config.VhostUser, nil
 	}
-	return "", errors.Join(err, ierr)
+	return config.VhostUser, nil
 }
 
 // running returns the daemon's status, nil if none answers.

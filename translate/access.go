@@ -147,6 +147,9 @@ func (s *Space) hostSlow(pa PA, n int, write bool) ([]byte, Miss) {
 		var h hostAddr
 		var got uint64
 		if h, got, kind = s.span(pa, uint64(n)); kind == None {
+			if write {
+				s.written(pa, got)
+			}
 			return hostBytes(h, int(got)), Miss{}
 		}
 	}
@@ -212,7 +215,7 @@ func (s *Space) Write(pa PA, src []byte) Miss {
 
 // RingWrite is Write to a ring.
 func (s *Space) RingWrite(pa PA, src []byte) Miss {
-	if h, ok := s.ringFast(pa, uint64(len(src))); ok {
+	if h, ok := s.ringFast(pa, uint64(len(src))); ok && s.uplink.Load()&logging == 0 {
 		copy(hostBytes(h, len(src)), src)
 		return Miss{}
 	}
@@ -234,6 +237,7 @@ func (s *Space) writeParts(pa PA, src []byte) Miss {
 		if kind != None {
 			return Miss{Kind: kind, Where: Where{PA: pa}, Len: uint64(len(src))}
 		}
+		s.written(pa, got)
 		copy(hostBytes(h, int(got)), src)
 		src, pa = src[got:], pa+PA(got)
 	}
@@ -279,5 +283,8 @@ func (s *Space) word(pa PA, size uint64) (hostAddr, MissKind) {
 		return 0, BadAddress
 	}
 	h, _, kind := s.find(pa)
+	if kind == None {
+		s.written(pa, size) // whatever the caller does with the word
+	}
 	return h, kind
 }

@@ -121,6 +121,9 @@ func (vm *VM) both(r *Region, off, n uint64, need Access) (h hostAddr, got uint6
 	if kind != None {
 		return 0, 0, Miss{kind, r.key, Where{r.iova + VA(off), pa}, got}
 	}
+	if need.Writes() {
+		vm.space.written(pa, got)
+	}
 	return h, got, Miss{}
 }
 

@@ -23,7 +23,8 @@ var (
 // and uses the lower table only if the leaf is 0.
 type Space struct {
 	table  atomic.Pointer[pa2ma]
-	uplink atomic.Uint32 // Uplink: checked with every access (PF-3)
+	uplink atomic.Uint32 // Uplink: checked with every access (PF-3); and logging
+	log    atomic.Pointer[WriteLog]
 	gen    atomic.Uint64 // incremented after every change of table and uplink, before the epoch is drained; see Window
 	gvmi   GVMI
 

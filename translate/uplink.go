@@ -127,14 +127,22 @@ func (a *Attribute) Set(u Uplink) ([]*Drain, error) {
 	return drains, nil
 }
 
-func (s *Space) setUplink(u Uplink) {
-	s.uplink.Store(uint32(u))
+func (s *Space) setUplink(u Uplink) { s.changeUplink(^logging, uint32(u)) }
+
+// changeUplink exchanges bits of the word.
+func (s *Space) changeUplink(clear, set uint32) {
+	for {
+		was := s.uplink.Load()
+		if s.uplink.CompareAndSwap(was, was&^clear|set) {
+			break
+		}
+	}
 	s.gen.Add(1)
 }
 
 // permit checks the attribute, and counts the access if it is refused.
 func (s *Space) permit(write bool) MissKind {
-	if !Uplink(s.uplink.Load()).forbids(write) {
+	if !Uplink(s.uplink.Load() &^ logging).forbids(write) {
 		return None
 	}
 	if write {

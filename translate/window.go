@@ -5,7 +5,7 @@ import "sync/atomic"
 // window is a range of guest memory that is accessed often, such as a ring. Its host address is looked up on first use,
 // and again only after the space's tables have changed; a range that is not contiguous on the host, or partly absent,
 // is looked up with every access. Results may be used until the caller leaves its epoch, like those of Space. A window
-// belongs to one goroutine at a time.
+// belongs to one goroutine at a time. While writes are logged, each access is looked up, too.
 type window struct {
 	space *Space
 	pa    PA
@@ -45,7 +45,8 @@ func (w *window) find() bool {
 		if got < w.n {
 			h, got, kind = s.span(w.pa, w.n)
 		}
-		w.host, w.ok = h, kind == None && got >= w.n && (w.ring || s.uplink.Load() == 0)
+		up := s.uplink.Load()
+		w.host, w.ok = h, kind == None && got >= w.n && (up == 0 || w.ring && up&logging == 0)
 	}
 	return w.ok
 }

@@ -168,7 +168,8 @@ func TestHeaderCheck(t *testing.T) {
 		{ReqGetConfig, func(h *Header) { h.Size = 12 + 257 }, "want 12 to 268"},
 		{ReqGetStatus, func(h *Header) { h.Flags |= FlagReply }, "reply bit"},
 		{0, nil, "request 0 is unknown"},
-		{6, nil, "request 6 is unknown"},   // SET_LOG_BASE
+		{ReqSetLogBase, nil, "payload of 0 bytes, want 16"},
+		{7, nil, "request 7 is unknown"},   // SET_LOG_FD
 		{31, nil, "request 31 is unknown"}, // GET_INFLIGHT_FD
 		{0xffffffff, func(h *Header) { h.Size = 0xffffffff }, "is unknown"},
 	} {
@@ -231,7 +232,7 @@ func TestPayloadRefusals(t *testing.T) {
 		{"no table", second(ParseMemTable(nil, 0)), "0 bytes"},
 		{"fds missing", second(ParseMemTable(table(Region{0, page, 0, 0}), 0)), "1 regions and 0 file"},
 		{"fds too many", second(ParseMemTable(table(Region{0, page, 0, 0}), 2)), "1 regions and 2 file"},
-		{"log flag", second(ParseVringAddr(VringAddr{Flags: VringLog}.Append(nil))), "logging"},
+		{"unknown flag", second(ParseVringAddr(VringAddr{Flags: 2}.Append(nil))), "address flags"},
 		{"ragged desc", second(ParseVringAddr(VringAddr{Desc: 8}.Append(nil))), "multiple of 16"},
 		{"ragged avail", second(ParseVringAddr(VringAddr{Avail: 1}.Append(nil))), "multiple of 2"},
 		{"ragged used", second(ParseVringAddr(VringAddr{Used: 2}.Append(nil))), "multiple of 4"},

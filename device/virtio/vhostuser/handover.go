@@ -324,7 +324,7 @@ func (se *session) adoptRings(h *handed, p *handedParts) error {
 		return fmt.Errorf("%d rings, the device has %d", len(h.Rings), len(se.rings))
 	}
 	if h.Features != 0 {
-		if err := se.setFeatures(h.Features); err != nil {
+		if err := se.accept(h.Features); err != nil {
 			return err
 		}
 	}

@@ -87,7 +87,7 @@ func TestViolations(t *testing.T) {
 		want string
 	}{
 		{"unknown request", header(99, 0), nil, "request 99 is unknown"},
-		{"log base", header(6, 0), nil, "request 6 is unknown"},
+		{"log base", header(vhostuser.ReqSetLogBase, 0), nil, "SET_LOG_BASE: payload of 0 bytes, want 16"},
 		{"wrong version", vhostuser.Header{Request: 1, Flags: 2}.Append(nil), nil, "version 2, want 1"},
 		{"reply as a request", vhostuser.Header{Request: 1, Flags: 5}.Append(nil), nil, "reply bit"},
 		{"enormous size", header(vhostuser.ReqSetFeatures, 1<<31), nil, "SET_FEATURES: payload of 2147483648 bytes"},

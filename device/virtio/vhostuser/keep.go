@@ -107,6 +107,8 @@ type keptState struct {
 	Regions  []keptRegion `json:"regions"`
 	Untold   bool         `json:"untold,omitempty"`  // the driver was not told yet that the device lost its state
 	Handed   *handed      `json:"handed,omitempty"`  // nil: the process has not ended in good order
+	Log      *keptLog     `json:"log,omitempty"`     // of written pages
+	Logging  bool         `json:"logging,omitempty"` // the front end wants it
 	Running  *handed      `json:"running,omitempty"` // for the case that the process is killed; without a context
 }
 
@@ -236,6 +238,7 @@ func (k *keeping) end(files []fileID, others []string) {
 	k.forget(k.agreed())
 	k.forget(k.replies())
 	k.forget(k.channel())
+	k.forget(k.writeLog())
 	for _, id := range files {
 		k.forget(k.memory(id))
 	}
@@ -269,7 +272,10 @@ func (se *session) saveState() {
 
 func (se *session) state() keptState {
 	s := keptState{Protocol: se.proto, Live: se.backend.isLive() || se.oldLive, Untold: se.untold,
-		Regions: make([]keptRegion, len(se.stored)), Running: se.running.last}
+		Regions: make([]keptRegion, len(se.stored)), Running: se.running.last, Logging: se.logs}
+	if se.dirty != nil {
+		s.Log = &keptLog{se.dirty.base.Size, se.dirty.base.Offset}
+	}
 	for i, r := range se.stored {
 		s.Regions[i] = keptRegion{r.GuestPA, r.Size, r.UserAddr, r.Offset, r.file.String()}
 	}
@@ -339,6 +345,9 @@ func (se *session) adopt(kept Kept) error {
 		}
 	}
 	se.stored = slices.Clone(se.regions)
+	if err := se.adoptLog(&s, kept); err != nil {
+		return err
+	}
 	if fd, ok := kept.Take(se.kept.channel()); ok {
 		if err := se.backend.set(fd, se.log); err != nil {
 			return err

@@ -18,6 +18,7 @@ const (
 	ReqSetOwner            Request = 3
 	ReqResetOwner          Request = 4
 	ReqSetMemTable         Request = 5
+	ReqSetLogBase          Request = 6
 	ReqSetVringNum         Request = 8
 	ReqSetVringAddr        Request = 9
 	ReqSetVringBase        Request = 10
@@ -143,11 +144,13 @@ type rule struct {
 }
 
 var rules = map[Request]rule{
-	ReqGetFeatures:         {name: "GET_FEATURES", replies: true},
-	ReqSetFeatures:         {name: "SET_FEATURES", minSize: 8, maxSize: 8},
-	ReqSetOwner:            {name: "SET_OWNER"},
-	ReqResetOwner:          {name: "RESET_OWNER"},
-	ReqSetMemTable:         {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxTable},
+	ReqGetFeatures: {name: "GET_FEATURES", replies: true},
+	ReqSetFeatures: {name: "SET_FEATURES", minSize: 8, maxSize: 8},
+	ReqSetOwner:    {name: "SET_OWNER"},
+	ReqResetOwner:  {name: "RESET_OWNER"},
+	ReqSetMemTable: {name: "SET_MEM_TABLE", minSize: tableHeader, maxSize: maxTable},
+	ReqSetLogBase: {name: "SET_LOG_BASE", minSize: logBaseSize, maxSize: logBaseSize, fds: 1, proto: ProtoLogSHMFD,
+		replies: true},
 	ReqSetVringNum:         {name: "SET_VRING_NUM", minSize: stateSize, maxSize: stateSize},
 	ReqSetVringAddr:        {name: "SET_VRING_ADDR", minSize: addrSize, maxSize: addrSize},
 	ReqSetVringBase:        {name: "SET_VRING_BASE", minSize: stateSize, maxSize: stateSize},

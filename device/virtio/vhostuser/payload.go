@@ -51,7 +51,8 @@ type VringAddr struct {
 	Desc, Used, Avail, Log uint64
 }
 
-// VringLog is VHOST_VRING_F_LOG in VringAddr.Flags.
+// VringLog is VHOST_VRING_F_LOG in VringAddr.Flags. A device that logs its writes logs those to rings, too, whatever
+// the flag is.
 const VringLog = 1
 
 // ParseVringAddr decodes a VringAddr and checks its flags and alignment
@@ -65,8 +66,8 @@ func ParseVringAddr(b []byte) (VringAddr, error) {
 		Desc: ne.Uint64(b[8:16]), Used: ne.Uint64(b[16:24]), Avail: ne.Uint64(b[24:32]), Log: ne.Uint64(b[32:40]),
 	}
 	switch {
-	case a.Flags != 0:
-		return a, protoErr("vring %d: address flags %#x, want 0 (logging is not offered)", a.Index, a.Flags)
+	case a.Flags&^VringLog != 0:
+		return a, protoErr("vring %d: address flags %#x, want 0 or %d", a.Index, a.Flags, VringLog)
 	case a.Desc%16 != 0:
 		return a, protoErr("vring %d: descriptor table at %#x, want a multiple of 16", a.Index, a.Desc)
 	case a.Avail%2 != 0:

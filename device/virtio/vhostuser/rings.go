@@ -110,6 +110,9 @@ func (se *session) vringState(m *Message, r *ring, s VringState) ([]byte, error)
 		se.endLive()
 		se.stop(i)
 		r.dropKick()
+		if err := se.flushLog(); err != nil {
+			return nil, err
+		}
 		base := uint32(r.base)
 		if se.packed() {
 			base |= base << 16
@@ -147,6 +150,10 @@ func (se *session) isEnabled(r *ring) bool {
 
 func (se *session) setVringAddr(r *ring, a VringAddr) error {
 	i := int(a.Index)
+	if a.Flags != 0 && se.srv.offer&FeatureLogAll == 0 {
+		return protoErr("vring %d: address flags %#x, want 0 (logging is not offered)", i, a.Flags)
+	}
+	a.Flags = 0 // see VringLog
 	if r.q != nil {
 		if a == r.addr {
 			return nil

@@ -70,6 +70,9 @@ type Config struct {
 	MachineReset func()
 	// Continuity, if set, counts what became of Kept.
 	Continuity *Continuity
+	// Migrates says that the device has no state but its rings and what QEMU knows, so that QEMU can migrate the VM: the
+	// pages that it writes to are logged if the front end asks for that (log.go).
+	Migrates bool
 	// Follower, if set, is told of each connection's memory and rings.
 	Follower Follower
 }
@@ -157,6 +160,10 @@ func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) 
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	if cfg.Keeper != nil {
 		s.cfg.Keeper = newPacer(s.ctx, cfg.Keeper)
+	}
+	if cfg.Migrates {
+		s.offer |= FeatureLogAll
+		s.protos |= ProtoLogSHMFD
 	}
 	if dev.ConfigSize() > 0 {
 		s.protos |= ProtoConfig

@@ -39,6 +39,9 @@ type session struct {
 	sealed       bool // the memory files are sealed against holes, see seal
 	gave         bool // a memory file, see giveMemory
 
+	dirty *dirtyLog // as SET_LOG_BASE has named it; nil: none
+	logs  bool      // the front end wants the device's writes to be logged
+
 	backend backend
 	ran     bool           // as the follower knows
 	pipe    int            // for replies, see reply.go; -1: none
@@ -183,6 +186,10 @@ func (se *session) teardown() {
 		se.t.discard()
 	}
 	se.stopAll()
+	if err := se.flushLog(); err != nil {
+		se.log.Error("a migration of this VM must not go on: the last writes of its device are unknown", "reason", err)
+	}
+	se.closeLog()
 	if f := se.srv.cfg.Follower; f != nil {
 		for _, r := range se.regions {
 			f.RemoveMemory(r.Region)
@@ -292,6 +299,8 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		return nil, nil
 	case ReqSetMemTable:
 		return nil, se.setMemTable(m)
+	case ReqSetLogBase:
+		return se.setLogBase(m)
 	case ReqAddMemReg:
 		return nil, se.addMemReg(m)
 	case ReqRemMemReg:
@@ -389,6 +398,15 @@ func (se *session) setFeatures(v uint64) error {
 	if extra := v &^ se.srv.offer; extra != 0 {
 		return protoErr("features %#x were not offered", extra)
 	}
+	// It changes while rings run, and the device does not know it.
+	if err := se.setLogging(v&FeatureLogAll != 0); err != nil {
+		return err
+	}
+	return se.accept(v &^ FeatureLogAll)
+}
+
+// accept is setFeatures for what concerns the device.
+func (se *session) accept(v uint64) error {
 	if se.negotiated && v == se.features {
 		return nil
 	}

@@ -204,6 +204,12 @@ func (c *Client) RemMemReg(r vhostuser.Region) error {
 	return err
 }
 
+// SetLogBase names the log of written pages.
+func (c *Client) SetLogBase(b vhostuser.LogBase, fd int) error {
+	_, err := c.Do(vhostuser.ReqSetLogBase, true, b.Append(nil), fd)
+	return err
+}
+
 // SetVringNum sets a ring's size.
 func (c *Client) SetVringNum(i int, n uint32) error {
 	return c.setState(vhostuser.ReqSetVringNum, i, n)

@@ -46,7 +46,8 @@ type Device struct {
 
 // wantProto are the protocol features that this front end understands.
 const wantProto = vhostuser.ProtoMQ | vhostuser.ProtoReplyAck | vhostuser.ProtoBackendReq | vhostuser.ProtoConfig |
-	vhostuser.ProtoResetDevice | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoStatus | vhostuser.ProtoMemory
+	vhostuser.ProtoResetDevice | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoStatus |
+	vhostuser.ProtoMemory | vhostuser.ProtoLogSHMFD
 
 // Open connects, negotiates, passes the memory and starts the queues, in QEMU's order.
 func Open(ctx context.Context, cfg Config) (_ *Device, err error) {

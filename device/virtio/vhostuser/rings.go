@@ -218,6 +218,10 @@ func (se *session) tryStart(i int) {
 	}
 }
 
+// shareHint helps with memory that is not shared. A QEMU with ivshmem-doorbell shares that device's in any case.
+const shareHint = "QEMU needs -object memory-backend-memfd,id=ram,size=SIZE,share=on with -M memory-backend=ram " +
+	"(see `vnicd qemu-args`)"
+
 // resolve finds a ring with n entries in guest memory.
 func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
 	want := virtq.Areas(n, se.packed())
@@ -225,8 +229,8 @@ func (se *session) resolve(addr VringAddr, n int) (areas [3]area, err error) {
 		a := &want[k]
 		pa, ok := se.mem.UserToPA(user, a.Bytes)
 		if !ok {
-			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region", errAdvisory,
-				addr.Index, a.Name, user, a.Bytes)
+			return areas, fmt.Errorf("%w: ring %d: %s at user address %#x, %d bytes, lies in no memory region; %s", errAdvisory,
+				addr.Index, a.Name, user, a.Bytes, shareHint)
 		}
 		areas[k] = area{pa, a.Bytes}
 	}
@@ -244,8 +248,7 @@ func (se *session) start(i int) error {
 		// This is legal, because memory may follow; but QEMU omits memory that it cannot share.
 		if !se.warnedMemory {
 			se.warnedMemory = true
-			se.log.Warn("front end starts rings without sharing guest memory; QEMU needs " +
-				"-object memory-backend-memfd,id=ram,size=SIZE,share=on with -M memory-backend=ram (see `vnicd qemu-args`)")
+			se.log.Warn("front end starts rings without sharing guest memory; " + shareHint)
 		}
 		return nil
 	}

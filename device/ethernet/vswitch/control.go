@@ -54,8 +54,8 @@ type LocalIP struct {
 	MAC
 }
 
-// Locals lists the addresses at ports of this host, each once for all its VLANs, without those set by SetStatic. They
-// are not ordered.
+// Locals lists the addresses at ports of this host, each once for all its VLANs, without those set by SetStatic, and
+// without those of VMs that have not run here yet, since they may run on another host. They are not ordered.
 func (n *Network) Locals() (macs []Local, ips []LocalIP) {
 	now := n.seconds()
 	t := n.table.Load()
@@ -66,6 +66,9 @@ func (n *Network) Locals() (macs []Local, ips []LocalIP) {
 		}
 		a := t.byID[v.port()]
 		if a == nil || a.cfg.Kind == KindVTEP || seen[k&macBits] {
+			return
+		}
+		if p, ok := a.port.(traveller); ok && v.static() && !p.claimed() {
 			return
 		}
 		seen[k&macBits] = true

@@ -21,7 +21,7 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	var conflict bool
 	res := n.fdb.put(m.key(), fresh, true, expired, func(v value) bool {
 		old = v
-		conflict = v != 0 && v.static() && !v.yields() && v.port() != a.id
+		conflict = v != 0 && v.static() && !v.yields() && v.port() != a.id && !(yields && n.away(m.key(), v))
 		return !conflict
 	}, n.gone)
 	switch {
@@ -61,7 +61,8 @@ func (n *Network) SetStatic(m Address, a *Attachment, remote Remote) error {
 }
 
 // SetYielding is SetStatic for a control plane's entry of an address behind a tunnel: frames from tunnels do not move
-// it, but a port of this host takes it over by sending from it (RoCE frames excepted), or by being attached with it.
+// it, but a port of this host takes it over by sending from it (RoCE frames excepted), by being attached with it, or by
+// claiming it (VMPort.Claim). It may replace the own entry of a port behind which nothing runs.
 func (n *Network) SetYielding(m Address, a *Attachment, remote Remote) error {
 	if m.MAC.IsGroup() || m.MAC.IsZero() || m.VLAN > maxVLAN {
 		return fmt.Errorf("vswitch: network %q: %v cannot be a static entry", n.cfg.Name, m)
@@ -136,7 +137,7 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16
 				bucket.vals[slot].CompareAndSwap(uint64(v), uint64(fresh))
 			}
 			return true
-		case v.static() && !a.takesOver(v, h):
+		case v.static() && !a.takesOver(src, v, h):
 			return a.mayMove(l, v, fresh, h)
 		case v.static(): // the table source that set it decides whether it flaps
 			if !n.cfg.noHold && n.echoes.echo(f, now) {
@@ -163,7 +164,7 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16
 		}
 	}
 	if src&^macBits != 0 {
-		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(v, h) {
+		if _, _, v, ok := n.fdb.find(src & macBits); ok && v.static() && !a.takesOver(src, v, h) {
 			return a.mayMove(l, v, fresh, h)
 		}
 	}
@@ -174,9 +175,52 @@ func (n *Network) learn(l *loop.Loop, a *Attachment, b *frame.Buf, remote uint16
 	return !a.learns() || n.learnSlow(l, a, src, fresh, h, now)
 }
 
-// takesOver reports whether a frame lets a port take over a static entry: a yielding one, by a port of this host.
-func (a *Attachment) takesOver(v value, h *header.Layout) bool {
-	return v.yields() && a.cfg.Kind != KindVTEP && !h.Is(header.IsRoCE)
+// takesOver reports whether a frame lets a port take over the static entry of its source: a yielding one, by a port of
+// this host; or a VM's own while that is away, by a tunnel, because it may have migrated to the host behind it. RoCE
+// frames do neither.
+func (a *Attachment) takesOver(src uint64, v value, h *header.Layout) bool {
+	switch {
+	case h.Is(header.IsRoCE):
+		return false
+	case a.cfg.Kind != KindVTEP:
+		return v.yields()
+	}
+	return a.net.away(src, v)
+}
+
+// traveller is a port whose addresses can move to other hosts.
+type traveller interface {
+	away() bool    // nothing behind the port runs
+	claimed() bool // something did, since the port is in its network
+}
+
+// away reports whether an entry is the own one of a port behind which nothing runs.
+func (n *Network) away(key uint64, v value) bool {
+	owner := n.byID(v.port())
+	if owner == nil || !slices.Contains(owner.keys, key&macBits) {
+		return false
+	}
+	p, ok := owner.port.(traveller)
+	return ok && p.away()
+}
+
+// claim makes a port's MACs its own again if they have been taken over, see takesOver.
+func (n *Network) claim(a *Attachment) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if a.closed.Load() {
+		return ErrClosed
+	}
+	for _, m := range a.cfg.MACs {
+		if _, _, v, ok := n.fdb.find(m.key()); ok && v.static() && v.port() == a.id {
+			continue
+		}
+		if err := n.setStatic(Address{MAC: m}, a, 0, false); err != nil {
+			return fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, a.cfg.Name, m, err)
+		}
+		n.tell()
+	}
+	return nil
 }
 
 // learns reports whether addresses are learnt from the port's frames.
@@ -221,7 +265,7 @@ func (n *Network) learnSlow(l *loop.Loop, a *Attachment, src uint64, fresh value
 	static, held := false, false
 	res := n.fdb.put(src, fresh, false, func(v value) bool { return v.expired(now, n.age) }, func(v value) bool {
 		old = v
-		static = v != 0 && v.static() && !a.takesOver(v, h)
+		static = v != 0 && v.static() && !a.takesOver(src, v, h)
 		return !static
 	}, n.gone)
 	if res == putDone && a.cfg.Kind != KindVTEP {

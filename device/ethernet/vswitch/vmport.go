@@ -16,6 +16,12 @@ type Face interface {
 	Deliver(l *loop.Loop, b *frame.Buf)
 }
 
+// NetFace is a network device that can tell whether its driver receives frames. Running is called on any loop.
+type NetFace interface {
+	Face
+	Running() bool
+}
+
 // HCAFace is the RDMA device. Up reports whether a driver has brought it up; until then RoCE frames go to the network
 // device, so that software RoCE in the guest works. Up is called for every frame, on any loop.
 type HCAFace interface {
@@ -36,7 +42,8 @@ type VMPort struct {
 	att atomic.Pointer[Attachment]
 	net atomic.Pointer[Face]
 	hca atomic.Pointer[HCAFace]
-	mu  sync.Mutex // serialises SetNet, SetHCA, Move and Close
+	ran atomic.Bool // see claimed
+	mu  sync.Mutex  // serialises SetNet, SetHCA, Move, Claim and Close
 }
 
 // VMPortConfig describes a VM's port.
@@ -145,6 +152,32 @@ func (p *VMPort) ResolveHCA(l *loop.Loop, header []byte, path *Path) bool {
 // Owner returns the MAC of an IP address in the port's network, as Network.Owner.
 func (p *VMPort) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
 	return p.att.Load().net.Owner(addr, vlan)
+}
+
+// Claim makes the VM's MAC the port's own, although it was elsewhere while neither device ran: frames from a tunnel
+// take it over then, as of a VM that has migrated. The devices call it when they begin to run; not on a loop.
+func (p *VMPort) Claim() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ran.Store(true)
+	a := p.att.Load()
+	return a.net.claim(a)
+}
+
+// claimed implements traveller.
+func (p *VMPort) claimed() bool { return p.ran.Load() }
+
+// away implements traveller: neither device has a driver that runs. A paused VM's HCA has one.
+func (p *VMPort) away() bool {
+	if h := p.hca.Load(); h != nil && (*h).Up() {
+		return false
+	}
+	f := p.net.Load()
+	if f == nil {
+		return true
+	}
+	r, ok := (*f).(NetFace)
+	return ok && !r.Running()
 }
 
 // wants implements judge.

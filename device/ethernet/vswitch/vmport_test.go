@@ -42,6 +42,92 @@ type face struct {
 func (f *face) Deliver(*loop.Loop, *frame.Buf) { f.got++ }
 func (f *face) Up() bool                       { return f.up }
 
+// card is a face whose driver can stop.
+type card struct {
+	face
+	stopped bool
+}
+
+func (c *card) Running() bool { return !c.stopped }
+
+// TestVMMigrates: a VM's address is its port's while one of its devices runs. Otherwise frames from a tunnel or the
+// control plane may take it to another host, but no RoCE frame, and no port of this host; it returns when the VM runs
+// here again (CO-5). A VM that has not run here is not announced.
+func TestVMMigrates(t *testing.T) {
+	b := newBench(t, Config{})
+	tunnel, tap := b.port(PortConfig{Name: "vxlan", Kind: KindVTEP}), b.port(PortConfig{Name: "tap", Kind: KindTAP})
+	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: b.loop})
+	if err != nil {
+		t.Fatal(err)
+	}
+	nic, hca := &card{stopped: true}, &face{}
+	vm.SetNet(nic)
+	vm.SetHCA(hca)
+	told := 0
+	b.net.OnChange(func() { told++ })
+	at := func(port string, static, local bool) {
+		t.Helper()
+		e, ok := b.net.Lookup(mac(1))
+		macs, _ := b.net.Locals()
+		is := slices.ContainsFunc(macs, func(l Local) bool { return l.MAC == mac(1) })
+		if !ok || e.Port != port || e.Static != static || is != local {
+			t.Errorf("entry %+v %v, local: %v; want port %s, static %v, local %v", e, ok, is, port, static, local)
+		}
+		if s := b.net.Status(); s.Entries != len(s.FDB) || (s.Static == 1) != static {
+			t.Errorf("%d entries, %d static: %+v", s.Entries, s.Static, s.FDB)
+		}
+	}
+	claim := func(changes int) {
+		t.Helper()
+		if was := told; vm.Claim() != nil || told != was+changes {
+			t.Errorf("claimed with %d changes, want %d", told-was, changes)
+		}
+	}
+	frame := func(p *recPort) { b.input(p.att, buildFrame(broadcast, mac(1), "x"), Source{Remote: 2}) }
+	at("vm", true, false)
+	nic.stopped = false
+	claim(0)
+	at("vm", true, true)
+	frame(tunnel)
+	at("vm", true, true)
+	nic.stopped, hca.up = true, true
+	frame(tunnel)
+	at("vm", true, true)
+	hca.up = false
+	frame(tap)
+	roce := eth(0x800, v4RoCE)
+	from, to := mac(1), mac(9)
+	copy(roce, to[:])
+	copy(roce[6:], from[:])
+	b.input(tunnel.att, roce, Source{Remote: 2})
+	at("vm", true, true)
+	frame(tunnel)
+	at("vxlan", false, false)
+	nic.stopped = false
+	claim(1)
+	at("vm", true, true)
+	frame(tunnel)
+	at("vm", true, true)
+	if err := b.net.SetYielding(Address{MAC: mac(1)}, tunnel.att, 3); !errors.Is(err, ErrMACInUse) {
+		t.Errorf("the control plane has moved a VM that runs here: %v", err)
+	}
+	nic.stopped = true
+	if err := b.net.SetStatic(Address{MAC: mac(1)}, tunnel.att, 3); !errors.Is(err, ErrMACInUse) {
+		t.Errorf("a static entry in place of a VM's own: %v", err)
+	}
+	if err := b.net.SetYielding(Address{MAC: mac(1)}, tunnel.att, 3); err != nil {
+		t.Error(err)
+	}
+	at("vxlan", true, false)
+	nic.stopped = false
+	claim(1)
+	at("vm", true, true)
+	vm.Close()
+	if err := vm.Claim(); !errors.Is(err, ErrClosed) {
+		t.Errorf("claimed by a port that is closed: %v", err)
+	}
+}
+
 func TestVMPort(t *testing.T) {
 	b := newBench(t, Config{})
 	vm, err := NewVMPort(b.net, VMPortConfig{Name: "vm", MAC: mac(1), Loop: b.loop})

@@ -241,6 +241,11 @@ func (d *Device) MAC() [6]byte { return d.cfg.MAC }
 func (d *Device) setUp() {
 	d.data.up.Store(d.commands != nil && !d.data.broken.Load())
 	d.data.paused.Store(false)
+	if port := d.data.port.Load(); port != nil && d.data.up.Load() {
+		if err := (*port).Claim(); err != nil {
+			d.log.Warn("the VM's address remains elsewhere", "reason", err)
+		}
+	}
 }
 
 // Features implements virtio.Device.

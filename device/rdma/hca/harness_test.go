@@ -157,6 +157,7 @@ type framePort func(l *loop.Loop, b *frame.Buf)
 func (f framePort) InputHCA(l *loop.Loop, b *frame.Buf)                  { f(l, b) }
 func (f framePort) SendHCA(l *loop.Loop, b *frame.Buf, _ *vswitch.Path)  { f(l, b) }
 func (f framePort) ResolveHCA(*loop.Loop, []byte, *vswitch.Path) bool    { return false }
+func (f framePort) Claim() error                                         { return nil }
 func (f framePort) RouteHCA(*loop.Loop, *vswitch.Flow) (r vswitch.Route) { return r }
 func (f framePort) Owner([16]byte, uint16) (mac vswitch.MAC, ok bool)    { return mac, false }
 

@@ -26,6 +26,8 @@ type Port interface {
 	RouteHCA(l *loop.Loop, f *vswitch.Flow) vswitch.Route
 	// Owner returns the known owner of an IP address; vlan is 0 for untagged frames.
 	Owner(addr [16]byte, vlan uint16) (vswitch.MAC, bool)
+	// Claim makes the device's MAC the port's, although it was elsewhere while no driver ran.
+	Claim() error
 }
 
 // rejectReason is the reason why a received frame reached no QP (MT-6).

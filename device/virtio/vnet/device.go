@@ -38,6 +38,7 @@ type Port interface {
 	Begin(l *loop.Loop) vswitch.Batch
 	SetOffloads(n frame.Need)
 	Attachment() *vswitch.Attachment
+	Claim() error
 }
 
 // Config describes a device.
@@ -75,7 +76,7 @@ var (
 	_ virtio.Survivor  = (*Device)(nil)
 	_ virtio.Device    = (*Device)(nil)
 	_ virtio.NetDevice = (*Device)(nil)
-	_ vswitch.Face     = (*Device)(nil)
+	_ vswitch.NetFace  = (*Device)(nil)
 )
 
 // New makes a device without a guest. Pair i lives on Loops[i % len(Loops)].
@@ -172,6 +173,9 @@ func (d *Device) StartQueue(i int, q *virtq.Queue) error {
 	if i%2 == 0 {
 		p.startRx(q, f)
 		d.recount()
+		if err := d.cfg.Port.Claim(); err != nil {
+			d.log.Warn("the VM's address remains elsewhere", "reason", err)
+		}
 		return nil
 	}
 	return p.startTx(q, f)
@@ -196,6 +200,9 @@ func (d *Device) recount() {
 	}
 	d.active.Store(int32(n))
 }
+
+// Running implements vswitch.NetFace.
+func (d *Device) Running() bool { return d.active.Load() > 0 }
 
 // SetMTU implements virtio.NetDevice. An MTU larger than the network's is accepted, because QEMU would otherwise leave
 // the guest without a network: the MTU may have shrunk since the VM was started, and the sender of a packet that is too

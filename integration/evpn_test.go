@@ -5,12 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
-	"path/filepath"
-	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/vnicd/vnicd/device/ethernet/overlay/evpn"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
@@ -75,105 +71,11 @@ func (w *evpnLab) route(h *lab.Host, mac, vtep string) (r evpn.RouteStatus, ok b
 	return r, false
 }
 
-// bridged configures a VM whose card is attached to a host's Linux bridge. It has no device that prevents migration.
-func (w *evpnLab) bridged(v lab.VM, h *lab.Host, more ...string) qemu.Config {
+// bridged configures a VM whose card is attached to a host's Linux bridge.
+func (w *evpnLab) bridged(v lab.VM, h *lab.Host) qemu.Config {
 	w.t.Helper()
 	v.Tap = "vmtap"
-	cfg := must[qemu.Config](w.t)(h.Config(w.ctx, v))
-	cfg.HostShare, cfg.Images, cfg.Accel = "", w.Images, w.Accel
-	cfg.Dir = filepath.Join(w.Dir, fmt.Sprintf("%s-%s-%d", v.Name, h.Name, time.Now().UnixNano()))
-	check(w.t, os.MkdirAll(cfg.Dir, 0o755))
-	cfg.ExtraArgs = append(cfg.ExtraArgs, more...)
-	return cfg
-}
-
-// migrate moves a running VM to another host as an operator does: QEMU copies its memory while it runs, stops it, and
-// resumes it on the other host.
-func (w *evpnLab) migrate(m *qemu.Machine, v lab.VM, to *lab.Host) (*qemu.Machine, time.Duration) {
-	w.t.Helper()
-	uri := "unix:" + filepath.Join(w.Dir, "migrate-"+to.Name)
-	there := must[*qemu.Machine](w.t)(qemu.Boot(w.ctx, w.bridged(v, to, "-incoming", uri)))
-	w.Add(there.Kill)
-	check(w.t, m.QMP().Run(w.ctx, "migrate-set-parameters",
-		map[string]any{"downtime-limit": 300, "max-bandwidth": 1 << 30}, nil))
-	check(w.t, m.QMP().Run(w.ctx, "migrate", map[string]any{"uri": uri}, nil))
-	var st struct {
-		Status   string `json:"status"`
-		Downtime int    `json:"downtime"`
-		Error    string `json:"error-desc"`
-	}
-	eventually(w.ctx, w.t, "the end of the migration", func() bool {
-		check(w.t, m.QMP().Run(w.ctx, "query-migrate", nil, &st))
-		return st.Status == "completed" || st.Status == "failed"
-	})
-	if st.Status != "completed" {
-		w.t.Fatalf("migration to %s: %s", to.Name, st.Error)
-	}
-	m.Kill()
-	check(w.t, there.WaitReady(w.ctx))
-	return there, time.Duration(st.Downtime) * time.Millisecond
-}
-
-// talkScript is server and client of one TCP connection, and records the times of lines that contain a word.
-const talkScript = `import socket, sys, time
-if sys.argv[1] == "serve":
-    c, _ = socket.create_server(("", 7000)).accept()
-    while b := c.recv(100):
-        c.sendall(b)
-elif sys.argv[1] == "ask":
-    with socket.create_connection((sys.argv[2], 7000), 60) as c:
-        c.settimeout(None)
-        while True:
-            c.sendall(b"echo")
-            if not c.recv(100):
-                break
-            print("echo", flush=True)
-            time.sleep(0.02)
-else:
-    with open("/tmp/" + sys.argv[2], "w", buffering=1) as f:
-        for line in sys.stdin:
-            if sys.argv[3] in line:
-                f.write("%d\n" % (time.monotonic() * 1000))
-`
-
-// flow is continuous traffic in a VM whose answers' times are recorded.
-type flow struct {
-	w    *evpnLab
-	m    *qemu.Machine
-	name string
-}
-
-// flow starts a program whose answers are lines that contain word.
-func (w *evpnLab) flow(m *qemu.Machine, name, word, program string) *flow {
-	w.t.Helper()
-	must[*qemu.Process](w.t)(m.StartShell(w.ctx,
-		fmt.Sprintf("stdbuf -oL %s 2>/tmp/%s.err | exec python3 /tmp/talk.py note %s '%s'", program, name, name, word)))
-	f := &flow{w, m, name}
-	eventually(w.ctx, w.t, name+" begins", func() bool { return f.answers() > 20 })
-	return f
-}
-
-func (f *flow) answers() int {
-	n, _ := strconv.Atoi(strings.TrimSpace(run(f.w.ctx, f.w.t, f.m, "wc -l < /tmp/"+f.name+" || true")))
-	return n
-}
-
-// goesOn waits for 21 more answers.
-func (f *flow) goesOn(what string) {
-	f.w.t.Helper()
-	n := f.answers()
-	eventually(f.w.ctx, f.w.t, fmt.Sprintf("more answers for %s %s (%d so far)", f.name, what, n),
-		func() bool { return f.answers() > n+20 })
-}
-
-// longest returns the longest time between two answers after the first n.
-func (f *flow) longest(n int) time.Duration {
-	f.w.t.Helper()
-	out := run(f.w.ctx, f.w.t, f.m,
-		fmt.Sprintf("tail -n +%d /tmp/%s | awk 'NR > 1 && $1-last > gap { gap = $1-last } { last = $1 } END { print gap+0 }'",
-			max(n, 1), f.name))
-	ms := must[int](f.w.t)(strconv.Atoi(strings.TrimSpace(out)))
-	return time.Duration(ms) * time.Millisecond
+	return movable(w.ctx, w.t, w.Lab, h, v)
 }
 
 // TestVMMoves: QEMU migrates a VM from one host to another and back while a VM on a third host exchanges pings, TCP
@@ -197,16 +99,14 @@ func TestVMMoves(t *testing.T) {
 		return harness.AddRXE(w.ctx, b, "rxe0", "eth0")
 	}))
 	check(t, lab.WaitRDMA(w.ctx, b, "rxe0"))
-	for _, m := range ms {
-		check(t, m.WriteFile(w.ctx, "/tmp/talk.py", []byte(talkScript)))
-	}
+	prepareFlows(w.ctx, t, ms...)
 	must[*qemu.Process](t)(b.StartShell(w.ctx, "exec python3 /tmp/talk.py serve"))
 	must[*qemu.Process](t)(b.StartShell(w.ctx, "exec rping -s -a 0.0.0.0 -P"))
 	check(t, harness.WaitGuest(w.ctx, b, "rdma resource show cm_id | grep -q 'state LISTEN' && ss -ltnH | grep -q :7000"))
 	flows := []*flow{
-		w.flow(a, "ping", "ttl=", "ping -n -i 0.1 10.0.0.2"),
-		w.flow(a, "tcp", "echo", "python3 /tmp/talk.py ask 10.0.0.2"),
-		w.flow(a, "rc", "ping data", "rping -c -a 10.0.0.2 -v -C 10000000"),
+		newFlow(w.ctx, t, a, "ping", "ttl=", "ping -n -i 0.1 10.0.0.2"),
+		newFlow(w.ctx, t, a, "tcp", "echo", "python3 /tmp/talk.py ask 10.0.0.2"),
+		newFlow(w.ctx, t, a, "rc", "ping data", "rping -c -a 10.0.0.2 -v -C 10000000"),
 	}
 	connection := func() vmConnection {
 		t.Helper()
@@ -232,7 +132,7 @@ func TestVMMoves(t *testing.T) {
 			calm = append(calm, fmt.Sprint(f.name, " ", f.longest(answers[k])))
 			answers[k] = f.answers()
 		}
-		moved, downtime := w.migrate(b, moves, h[to])
+		moved, downtime := migrate(w.ctx, t, w.Lab, b, w.bridged(moves, h[to]))
 		b, ms[1] = moved, moved
 		for k, f := range flows {
 			f.goesOn("after the move to " + h[to].Name)

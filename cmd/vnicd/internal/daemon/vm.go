@@ -186,6 +186,7 @@ func (v *vm) open(d *Daemon) (err error) {
 	socket.Path = d.cfg.NetSocket(c)
 	socket.Keeper, socket.KeepAs, socket.Kept = d.netKeeper(d.keeper()), netKeptAs+c.Name, d.kept
 	socket.Reconnects, socket.Blameless = true, d.blameless
+	socket.Migrates = true // QEMU itself refuses to migrate a VM with an HCA, whichever device that is
 	v.netSrv, err = v.listen(socket, v.net)
 	return err
 }

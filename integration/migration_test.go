@@ -1,0 +1,360 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vnicd/vnicd/hypervisor/qemu"
+	"github.com/vnicd/vnicd/lab"
+	"github.com/vnicd/vnicd/lab/harness"
+)
+
+// TestVMMigrates: QEMU migrates a VM whose network card is vnicd's from one host to another and back, while a VM on
+// one of the hosts exchanges pings, TCP data and RC messages with it, all verified (CO-5). All go on: also when the
+// migration is cancelled, when the destination's QEMU or the source's vnicd is killed on the way. The migrated VM uses
+// Linux rxe, whose state moves with the VM's memory. A VM with our HCA is not migrated: QEMU refuses that, and nothing
+// has happened to it.
+func TestVMMigrates(t *testing.T) {
+	l, ctx := newLab(t)
+	w := wiredHosts(t, l)
+	oneKeeper(t, l)(w)
+	stays, moves := vmA, vmB
+	stays.MemoryMiB, moves.MemoryMiB, moves.NoHCA = 512, 512, true
+	check(t, w.a.Run(ctx, hostConfig("192.0.2.1", "192.0.2.2", stays, moves)))
+	check(t, w.b.Run(ctx, hostConfig("192.0.2.2", "192.0.2.1", moves)))
+	hosts := []*lab.Host{w.a, w.b}
+	dumpOnFailure(t, hosts, &w.vms)
+	var err error
+	w.vms, err = l.Boot(ctx, must[qemu.Config](t)(w.a.Config(ctx, stays)), movable(ctx, t, l, w.b, moves))
+	check(t, err)
+	a, b := w.vms[0], w.vms[1]
+	check(t, both(func() error { return lab.LoadModule(ctx, a) }, func() error {
+		// Both hosts share the disk; from here on nothing writes to it.
+		if _, err := b.Run(ctx, "sync; mount -o remount,ro /"); err != nil {
+			return err
+		}
+		return harness.AddRXE(ctx, b, "rxe0", "eth0")
+	}))
+	check(t, lab.WaitRDMA(ctx, b, "rxe0"))
+	prepareFlows(ctx, t, a, b)
+	must[*qemu.Process](t)(b.StartShell(ctx, "exec python3 /tmp/talk.py hold"))
+	must[*qemu.Process](t)(b.StartShell(ctx, "exec rping -s -a 0.0.0.0 -P"))
+	check(t, harness.WaitGuest(ctx, b, "rdma resource show cm_id | grep -q 'state LISTEN' && ss -ltnH | grep -q :7001"))
+	flows := []*flow{
+		newFlow(ctx, t, a, "ping", "ttl=", "ping -n -i 0.1 10.0.0.2"),
+		newFlow(ctx, t, a, "tcp", "right", "python3 /tmp/talk.py fill 10.0.0.2"),
+		newFlow(ctx, t, a, "rc", "ping data", "rping -c -a 10.0.0.2 -v -C 10000000"),
+	}
+	goOn := func(what string) {
+		t.Helper()
+		for _, f := range flows {
+			f.goesOn(what)
+		}
+	}
+	at := 1 // the VM's host
+	there := func() qemu.Config { return movable(ctx, t, l, hosts[1-at], moves) }
+	move := func(g *migration) {
+		t.Helper()
+		from := hosts[at].Name
+		var before []int
+		for _, f := range flows {
+			before = append(before, f.answers())
+		}
+		moved, downtime := g.arrives()
+		b, w.vms[1], at = moved, moved, 1-at
+		goOn("at " + hosts[at].Name)
+		var gaps []string
+		for i, f := range flows {
+			gaps = append(gaps, fmt.Sprint(f.name, " ", f.longest(before[i])))
+		}
+		t.Logf("from %s to %s: QEMU stopped the VM for %v; no answer for: %s", from, hosts[at].Name, downtime,
+			strings.Join(gaps, ", "))
+	}
+
+	t.Run("VM with an HCA", func(t *testing.T) {
+		err := a.QMP().Run(ctx, "migrate", map[string]any{"uri": "unix:" + filepath.Join(l.Dir, "nowhere")}, nil)
+		if err == nil || !strings.Contains(err.Error(), "vhost-user") && !strings.Contains(err.Error(), "ivshmem") {
+			t.Errorf("a VM with an HCA: %v, want a refusal for its sake", err)
+		}
+		goOn("after the refusal")
+	})
+	for range 2 {
+		move(beginMigration(ctx, t, l, b, there(), 1<<30))
+	}
+	const slow = 8 << 20 // bytes per second: long enough for what follows
+	t.Run("cancelled", func(t *testing.T) {
+		g := beginMigration(ctx, t, l, b, there(), slow)
+		g.copies()
+		check(t, b.QMP().Run(ctx, "migrate_cancel", nil, nil))
+		if p := g.ends(); p.Status != "cancelled" {
+			t.Fatalf("%+v", p)
+		}
+		g.there.Kill()
+		goOn("after the cancellation")
+	})
+	t.Run("destination killed", func(t *testing.T) {
+		g := beginMigration(ctx, t, l, b, there(), slow)
+		g.copies()
+		g.there.Kill()
+		if p := g.ends(); p.Status != "failed" {
+			t.Fatalf("%+v", p)
+		}
+		goOn("after the destination's end")
+	})
+	t.Run("vnicd killed", func(t *testing.T) {
+		for _, x := range []int{at, 1 - at, at} { // at the source, twice, and at the destination
+			g := beginMigration(ctx, t, l, b, there(), slow)
+			g.copies()
+			kill(ctx, t, &stand{hosts: hosts[x : x+1], vms: w.vms[:1]}, 0)
+			g.copies() // it goes on
+			goOn("after a kill at " + hosts[x].Name)
+			check(t, b.QMP().Run(ctx, "migrate-set-parameters", map[string]any{"max-bandwidth": 1 << 30}, nil))
+			move(g)
+		}
+	})
+	quietKernels(ctx, t, a, b)
+}
+
+// movable configures a VM without what prevents migration, and with a folder of its own.
+func movable(ctx context.Context, t *testing.T, l *lab.Lab, h *lab.Host, v lab.VM) qemu.Config {
+	t.Helper()
+	cfg := must[qemu.Config](t)(h.Config(ctx, v))
+	cfg.HostShare, cfg.Images, cfg.Accel = "", l.Images, l.Accel
+	cfg.Dir = filepath.Join(l.Dir, fmt.Sprintf("%s-%s-%d", v.Name, h.Name, time.Now().UnixNano()))
+	check(t, os.MkdirAll(cfg.Dir, 0o755))
+	return cfg
+}
+
+// migration is a VM on its way to another host, as an operator does it: QEMU copies its memory while it runs, stops it,
+// and resumes it on the other host.
+type migration struct {
+	ctx   context.Context
+	t     *testing.T
+	m     *qemu.Machine // leaves
+	there *qemu.Machine // arrives
+}
+
+// beginMigration starts the QEMU to which m goes, and the copying, with at most that many bytes a second.
+func beginMigration(ctx context.Context, t *testing.T, l *lab.Lab, m *qemu.Machine, to qemu.Config,
+	rate int) *migration {
+	t.Helper()
+	uri := "unix:" + filepath.Join(to.Dir, "migrate")
+	to.ExtraArgs = append(to.ExtraArgs, "-incoming", uri, "-S")
+	g := &migration{ctx, t, m, must[*qemu.Machine](t)(qemu.Boot(ctx, to))}
+	l.Add(g.there.Kill)
+	check(t, m.QMP().Run(ctx, "migrate-set-parameters", map[string]any{"downtime-limit": 300, "max-bandwidth": rate}, nil))
+	check(t, m.QMP().Run(ctx, "migrate", map[string]any{"uri": uri}, nil))
+	return g
+}
+
+// progress is QEMU's report on a migration.
+type progress struct {
+	Status   string `json:"status"`
+	Downtime int    `json:"downtime"` // ms
+	Error    string `json:"error-desc"`
+	RAM      struct {
+		Transferred uint64 `json:"transferred"` // bytes
+	} `json:"ram"`
+}
+
+func (g *migration) progress() (p progress) {
+	g.t.Helper()
+	check(g.t, g.m.QMP().Run(g.ctx, "query-migrate", nil, &p))
+	return p
+}
+
+// copies waits until the copying is under way.
+func (g *migration) copies() {
+	g.t.Helper()
+	eventually(g.ctx, g.t, "the migration to copy", func() bool {
+		p := g.progress()
+		if p.Status == "completed" || p.Status == "failed" {
+			g.t.Fatalf("migration: %+v", p)
+		}
+		return p.Status == "active" && p.RAM.Transferred > 8<<20
+	})
+}
+
+// ends waits for the end of the migration.
+func (g *migration) ends() (p progress) {
+	g.t.Helper()
+	eventually(g.ctx, g.t, "the end of the migration", func() bool {
+		p = g.progress()
+		return p.Status == "completed" || p.Status == "failed" || p.Status == "cancelled"
+	})
+	return p
+}
+
+// arrives waits until the VM is at its destination, compares its memory with that which it has left, has it run there,
+// and ends the QEMU that it has left. It returns how long QEMU stopped the VM.
+func (g *migration) arrives() (*qemu.Machine, time.Duration) {
+	g.t.Helper()
+	p := g.ends()
+	if p.Status != "completed" {
+		g.t.Fatalf("migration: %+v", p)
+	}
+	eventually(g.ctx, g.t, "the VM at its destination", func() bool {
+		var s struct {
+			Status string `json:"status"`
+		}
+		check(g.t, g.there.QMP().Run(g.ctx, "query-status", nil, &s))
+		return s.Status == "paused"
+	})
+	if pages := differ(g.t, guestMemory(g.t, g.m), guestMemory(g.t, g.there)); len(pages) > 0 {
+		g.t.Errorf("the VM's memory was not copied as it is: %d pages, such as %#x", len(pages), pages[:min(len(pages), 8)])
+	}
+	check(g.t, g.there.QMP().Run(g.ctx, "cont", nil, nil))
+	g.m.Kill()
+	check(g.t, g.there.WaitReady(g.ctx))
+	return g.there, time.Duration(p.Downtime) * time.Millisecond
+}
+
+// guestMemory opens the memory of a VM.
+func guestMemory(t *testing.T, m *qemu.Machine) *os.File {
+	t.Helper()
+	dir := fmt.Sprintf("/proc/%d/fd", m.PID())
+	for _, e := range must[[]os.DirEntry](t)(os.ReadDir(dir)) {
+		path := filepath.Join(dir, e.Name())
+		if to, err := os.Readlink(path); err == nil && strings.Contains(to, "memfd:memory-backend-memfd") {
+			f := must[*os.File](t)(os.Open(path))
+			t.Cleanup(func() { _ = f.Close() })
+			return f
+		}
+	}
+	t.Fatalf("%s: no memory in %s", m.Name(), dir)
+	return nil
+}
+
+// differ returns the numbers of the pages in which two files differ.
+func differ(t *testing.T, a, b *os.File) (pages []int64) {
+	t.Helper()
+	size := must[os.FileInfo](t)(a.Stat()).Size()
+	if other := must[os.FileInfo](t)(b.Stat()).Size(); size == 0 || other != size {
+		t.Fatalf("memory of %d and %d bytes", size, other)
+	}
+	const page = 4096
+	var x, y [256 * page]byte
+	for at := int64(0); at < size; at += int64(len(x)) {
+		n := must[int](t)(a.ReadAt(x[:min(size-at, int64(len(x)))], at))
+		must[int](t)(b.ReadAt(y[:n], at))
+		for i := 0; i < n; i += page {
+			if !bytes.Equal(x[i:i+page], y[i:i+page]) {
+				pages = append(pages, (at+int64(i))/page)
+			}
+		}
+	}
+	return pages
+}
+
+// migrate moves a running VM.
+func migrate(ctx context.Context, t *testing.T, l *lab.Lab, m *qemu.Machine, to qemu.Config) (*qemu.Machine,
+	time.Duration) {
+	t.Helper()
+	return beginMigration(ctx, t, l, m, to, 1<<30).arrives()
+}
+
+// talkScript is server and client of one TCP connection, and records the times of lines that contain a word. With
+// "hold" the server keeps what it got, 64 MiB, and the client verifies what it gets back of that later.
+const talkScript = `import random, socket, sys, time
+BLOCK, BLOCKS = 65536, 1024
+def all(c, n):
+    b = b""
+    while len(b) < n:
+        more = c.recv(n - len(b))
+        if not more:
+            sys.exit("closed")
+        b += more
+    return b
+def data(i):
+    return random.Random(i).randbytes(BLOCK)
+if sys.argv[1] == "serve":
+    c, _ = socket.create_server(("", 7000)).accept()
+    while b := c.recv(100):
+        c.sendall(b)
+elif sys.argv[1] == "hold":
+    c, _ = socket.create_server(("", 7001)).accept()
+    kept = [None] * BLOCKS
+    while True:
+        put, get = [int.from_bytes(all(c, 8), "big") for _ in range(2)]
+        kept[put % BLOCKS] = all(c, BLOCK)
+        c.sendall(kept[get % BLOCKS])
+elif sys.argv[1] == "ask":
+    with socket.create_connection((sys.argv[2], 7000), 60) as c:
+        c.settimeout(None)
+        while True:
+            c.sendall(b"echo")
+            if not c.recv(100):
+                break
+            print("echo", flush=True)
+            time.sleep(0.02)
+elif sys.argv[1] == "fill":
+    with socket.create_connection((sys.argv[2], 7001), 60) as c:
+        c.settimeout(None)
+        for i in range(1 << 40):
+            get = random.randrange(max(0, i - BLOCKS + 1), i + 1)
+            c.sendall(i.to_bytes(8, "big") + get.to_bytes(8, "big") + data(i))
+            if all(c, BLOCK) != data(get):
+                sys.exit("block %d is wrong" % get)
+            print("right", flush=True)
+else:
+    with open("/tmp/" + sys.argv[2], "w", buffering=1) as f:
+        for line in sys.stdin:
+            if sys.argv[3] in line:
+                f.write("%d\n" % (time.monotonic() * 1000))
+`
+
+// flow is continuous traffic in a VM whose answers' times are recorded.
+type flow struct {
+	ctx  context.Context
+	t    *testing.T
+	m    *qemu.Machine
+	name string
+}
+
+// prepareFlows gives VMs the programs of flows.
+func prepareFlows(ctx context.Context, t *testing.T, ms ...*qemu.Machine) {
+	t.Helper()
+	for _, m := range ms {
+		check(t, m.WriteFile(ctx, "/tmp/talk.py", []byte(talkScript)))
+	}
+}
+
+// newFlow starts a program whose answers are lines that contain word.
+func newFlow(ctx context.Context, t *testing.T, m *qemu.Machine, name, word, program string) *flow {
+	t.Helper()
+	must[*qemu.Process](t)(m.StartShell(ctx,
+		fmt.Sprintf("stdbuf -oL %s 2>/tmp/%s.err | exec python3 /tmp/talk.py note %s '%s'", program, name, name, word)))
+	f := &flow{ctx, t, m, name}
+	eventually(ctx, t, name+" begins", func() bool { return f.answers() > 20 })
+	return f
+}
+
+func (f *flow) answers() int {
+	n, _ := strconv.Atoi(strings.TrimSpace(run(f.ctx, f.t, f.m, "wc -l < /tmp/"+f.name+" || true")))
+	return n
+}
+
+// goesOn waits for 21 more answers.
+func (f *flow) goesOn(what string) {
+	f.t.Helper()
+	n := f.answers()
+	eventually(f.ctx, f.t, fmt.Sprintf("more answers for %s %s (%d so far)", f.name, what, n),
+		func() bool { return f.answers() > n+20 })
+}
+
+// longest returns the longest time between two answers after the first n.
+func (f *flow) longest(n int) time.Duration {
+	f.t.Helper()
+	out := run(f.ctx, f.t, f.m,
+		fmt.Sprintf("tail -n +%d /tmp/%s | awk 'NR > 1 && $1-last > gap { gap = $1-last } { last = $1 } END { print gap+0 }'",
+			max(n, 1), f.name))
+	ms := must[int](f.t)(strconv.Atoi(strings.TrimSpace(out)))
+	return time.Duration(ms) * time.Millisecond
+}

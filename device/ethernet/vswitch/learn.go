@@ -204,23 +204,22 @@ func (n *Network) away(key uint64, v value) bool {
 	return ok && p.away()
 }
 
-// claim makes a port's MACs its own again if they have been taken over, see takesOver.
-func (n *Network) claim(a *Attachment) error {
+// claim makes a port's MACs its own again if they have been taken over, see takesOver, and reports whether any had. A
+// loop that is about to take one over, because the port was away a moment ago, stores that before this does.
+func (n *Network) claim(a *Attachment) (moved bool, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if a.closed.Load() {
-		return ErrClosed
+		return false, ErrClosed
 	}
 	for _, m := range a.cfg.MACs {
-		if _, _, v, ok := n.fdb.find(m.key()); ok && v.static() && v.port() == a.id {
-			continue
-		}
+		_, _, v, ok := n.fdb.find(m.key())
+		moved = moved || !ok || !v.static() || v.port() != a.id
 		if err := n.setStatic(Address{MAC: m}, a, 0, false); err != nil {
-			return fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, a.cfg.Name, m, err)
+			return moved, fmt.Errorf("network %q, port %q, MAC %v: %w", n.cfg.Name, a.cfg.Name, m, err)
 		}
-		n.tell()
 	}
-	return nil
+	return moved, nil
 }
 
 // learns reports whether addresses are learnt from the port's frames.

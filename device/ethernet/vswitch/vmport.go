@@ -159,9 +159,13 @@ func (p *VMPort) Owner(addr [16]byte, vlan uint16) (MAC, bool) {
 func (p *VMPort) Claim() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.ran.Store(true)
+	first := !p.ran.Swap(true)
 	a := p.att.Load()
-	return a.net.claim(a)
+	moved, err := a.net.claim(a)
+	if first || moved {
+		a.net.tell()
+	}
+	return err
 }
 
 // claimed implements traveller.

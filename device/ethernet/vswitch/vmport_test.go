@@ -86,6 +86,8 @@ func TestVMMigrates(t *testing.T) {
 	frame := func(p *recPort) { b.input(p.att, buildFrame(broadcast, mac(1), "x"), Source{Remote: 2}) }
 	at("vm", true, false)
 	nic.stopped = false
+	claim(1)
+	at("vm", true, true)
 	claim(0)
 	at("vm", true, true)
 	frame(tunnel)

@@ -101,7 +101,10 @@ func (d *Device) add() error {
 func (d *Device) up() error {
 	c := &d.cfg
 	link := &netlink.Wireguard{LinkAttrs: netlink.LinkAttrs{Index: d.index}}
-	if err := d.nl.AddrAdd(link, &netlink.Addr{IPNet: host(c.Local)}); err != nil {
+	// Nobody else has addresses on this interface. Without the flag the kernel takes a moment to find that out, during
+	// which it refuses routes with an IPv6 source address.
+	addr := &netlink.Addr{IPNet: host(c.Local), Flags: syscall.IFA_F_NODAD}
+	if err := d.nl.AddrAdd(link, addr); err != nil {
 		return fmt.Errorf("wireguard: address %v of interface %s: %w", c.Local, c.Interface, err)
 	}
 	switch err := d.nl.LinkSetUp(link); {

@@ -18,6 +18,7 @@ import (
 // lookups take their slow ways, as under an attribute; otherwise the log costs a comparison for each write to a ring.
 type WriteLog struct {
 	space *Space
+	pages uint64                  // that are noted, a multiple of 64
 	now   atomic.Pointer[pageMap] // notes go there
 
 	mu      sync.Mutex // of Flush and Stop
@@ -25,8 +26,14 @@ type WriteLog struct {
 	waiting *Drain     // for the last users of spare; nil: there are none
 }
 
-// pageMap has a bit for each page from PA 0 on.
-type pageMap []atomic.Uint64
+// pageMap has a bit for each page from PA 0 on. Parts are made when a page of theirs is noted first, because guest
+// memory may lie far apart: a part, of 4 KiB, costs no more than what its first page did.
+type pageMap []atomic.Pointer[mapPart]
+
+type mapPart [512]atomic.Uint64
+
+// partPages is how many pages a part of the map is for.
+const partPages = 64 * uint64(len(mapPart{}))
 
 // logging is set in Space.uplink, beside the attribute, while there is a log.
 const logging uint32 = 1 << 31
@@ -34,9 +41,10 @@ const logging uint32 = 1 << 31
 // LogWrites begins to note writes to guest memory below end. Every write that is not noted has ended when the release
 // is done; what is copied before may lack it. A Space has one log at a time: another one is ErrInvalid.
 func (s *Space) LogWrites(end PA) (*WriteLog, *Drain, error) {
-	words := (uint64(end) + PageSize*64 - 1) / (PageSize * 64)
-	l := &WriteLog{space: s, spare: newPageMap(words)}
-	l.now.Store(newPageMap(words))
+	pages := (uint64(end) + PageSize*64 - 1) / (PageSize * 64) * 64
+	parts := (pages + partPages - 1) / partPages
+	l := &WriteLog{space: s, pages: pages, spare: newPageMap(parts)}
+	l.now.Store(newPageMap(parts))
 	if !s.log.CompareAndSwap(nil, l) {
 		return nil, nil, fmt.Errorf("writes are being logged already: %w", ErrInvalid)
 	}
@@ -44,9 +52,18 @@ func (s *Space) LogWrites(end PA) (*WriteLog, *Drain, error) {
 	return l, s.epochs.Flip(), nil
 }
 
-func newPageMap(words uint64) *pageMap {
-	m := make(pageMap, words)
+func newPageMap(parts uint64) *pageMap {
+	m := make(pageMap, parts)
 	return &m
+}
+
+// part returns part i of the map, i within it.
+func (m pageMap) part(i uint64) *mapPart {
+	if p := m[i].Load(); p != nil {
+		return p
+	}
+	m[i].CompareAndSwap(nil, new(mapPart))
+	return m[i].Load()
 }
 
 // Stop ends the log. Writes that have not been reported are not any more.
@@ -74,9 +91,15 @@ func (l *WriteLog) Flush(ctx context.Context, report func(first PA, pages uint64
 	}
 	l.waiting = nil
 	for i := range *l.spare {
-		if w := &(*l.spare)[i]; w.Load() != 0 { // nobody else uses it now
-			report(PA(i)*64*PageSize, w.Load())
-			w.Store(0)
+		p := (*l.spare)[i].Load() // nobody else uses it now
+		if p == nil {
+			continue
+		}
+		for k := range p {
+			if w := &p[k]; w.Load() != 0 {
+				report((PA(i)*PA(partPages)+PA(k)*64)*PageSize, w.Load())
+				w.Store(0)
+			}
 		}
 	}
 	return nil
@@ -85,12 +108,12 @@ func (l *WriteLog) Flush(ctx context.Context, report func(first PA, pages uint64
 // note notes that [pa, pa+n) is about to be written to, inside the caller's epoch. n > 0.
 func (l *WriteLog) note(pa PA, n uint64) {
 	m := *l.now.Load()
-	for page, last := uint64(pa)/PageSize, (uint64(pa)+n-1)/PageSize; page <= last && page/64 < uint64(len(m)); {
-		first, group := page%64, page/64
+	for page, last := uint64(pa)/PageSize, (uint64(pa)+n-1)/PageSize; page <= last && page < l.pages; {
+		first, w := page%64, &m.part(page / partPages)[page%partPages/64]
 		some := min(last-page+1, 64-first)
 		set := ^uint64(0) >> (64 - some) << first
-		if m[group].Load()&set != set { // most were noted before; a store would take the line from other loops
-			m[group].Or(set)
+		if w.Load()&set != set { // most were noted before; a store would take the line from other loops
+			w.Or(set)
 		}
 		page += some
 	}

@@ -120,6 +120,31 @@ func TestWriteLogRanges(t *testing.T) {
 	}
 }
 
+// A log of far addresses takes little memory, and none of it for what is not written to: who asks for one need not have
+// that much memory (TR-6).
+func TestWriteLogFar(t *testing.T) {
+	s := NewSpace(1)
+	const far = MaxPA - leafSize
+	mustMap(t, s, 0, hostMem(t, PageSize))
+	mustMap(t, s, far, hostMem(t, 2*PageSize))
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	l := startLog(t, s, MaxPA)
+	for _, pa := range []PA{8, far + PageSize} {
+		if m := s.Write(pa, make([]byte, 8)); !m.OK() {
+			t.Fatal(m)
+		}
+	}
+	runtime.ReadMemStats(&after)
+	if got := l.flush(t); !slices.Equal(got, []PA{0, far + PageSize}) {
+		t.Errorf("%v", got)
+	}
+	// A pointer for each 128 MiB, twice, where bits would be 2 times 8 GiB.
+	if n := after.TotalAlloc - before.TotalAlloc; n > 40<<20 {
+		t.Errorf("it takes %d bytes", n)
+	}
+}
+
 // A report waits for those who may still write, and one that was interrupted is not lost.
 func TestWriteLogWaits(t *testing.T) {
 	s := NewSpace(1)

@@ -9,7 +9,7 @@ import (
 	"github.com/vnicd/vnicd/device/loop"
 )
 
-// setStatic stores a static entry, replacing a learnt or yielding one.
+// setStatic stores a static entry, replacing a learnt or yielding one. One that is there already disturbs nobody.
 func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool) error {
 	now := n.seconds()
 	fresh := makeValue(a.id, true, remote, now)
@@ -18,15 +18,18 @@ func (n *Network) setStatic(m Address, a *Attachment, remote uint16, yields bool
 	}
 	expired := func(v value) bool { return v.expired(now, n.age) }
 	var old value
-	var conflict bool
+	var conflict, same bool
 	res := n.fdb.put(m.key(), fresh, true, expired, func(v value) bool {
 		old = v
 		conflict = v != 0 && v.static() && !v.yields() && v.port() != a.id && !(yields && n.away(m.key(), v))
-		return !conflict
+		same = v.place() == fresh.place()
+		return !conflict && !same
 	}, n.gone)
 	switch {
 	case conflict:
 		return ErrMACInUse
+	case same:
+		return nil
 	case res == putNoSpace:
 		return fmt.Errorf("vswitch: forwarding table has no room for static entry %v", m)
 	}

@@ -88,7 +88,11 @@ func TestVMMigrates(t *testing.T) {
 	nic.stopped = false
 	claim(1)
 	at("vm", true, true)
+	gen := b.net.gen.Load()
 	claim(0)
+	if b.net.gen.Load() != gen {
+		t.Error("a claim that changes nothing ends the paths of others")
+	}
 	at("vm", true, true)
 	frame(tunnel)
 	at("vm", true, true)

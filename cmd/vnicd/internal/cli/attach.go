@@ -43,7 +43,8 @@ with PCI Express needs two free root ports, such as
 -device pcie-root-port,id=rp1,chassis=1 -device pcie-root-port,id=rp2,chassis=2.
 
 ` + whichMonitor + "\n\n" + whichSocket,
-		Args: args(cobra.ExactArgs(1)),
+		Args:              args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(guests)),
 		RunE: func(cmd *cobra.Command, argv []string) error {
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()
@@ -115,7 +116,8 @@ of programs in the guest end. Devices from QEMU's command line can be unplugged 
 they are on a bus that supports hot-plug.
 
 ` + whichMonitor,
-		Args: args(cobra.ExactArgs(1)),
+		Args:              args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(guests)),
 		RunE: func(_ *cobra.Command, argv []string) error {
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 			defer stop()

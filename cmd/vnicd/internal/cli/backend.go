@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"os/signal"
@@ -66,6 +67,7 @@ The process creates the device's socket, or receives it (connected or listening)
 relays each front end to the running vnicd, which serves the device: rings and guest
 memory do not pass through the process. SIGTERM ends the process and the device; so does
 the end of the connection if the socket was connected. While vnicd restarts, it waits.`,
+		ValidArgsFunction: a.complete(nil, choices(slices.Sorted(maps.Keys(backendDevices))...)),
 		Args: func(c *cobra.Command, argv []string) error {
 			if len(argv) == 0 || backendDevices[argv[0]].kind == "" || len(argv) > 1 {
 				return usageError{fmt.Errorf("one device is expected, net or hca; usage: %s", c.UseLine())}

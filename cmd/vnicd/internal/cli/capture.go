@@ -27,7 +27,8 @@ are counted.
 
 
 ` + whichSocket,
-		Args: args(cobra.ExactArgs(1)),
+		Args:              args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(ports, "vtep")),
 		RunE: func(c *cobra.Command, argv []string) (err error) {
 			if file == "" {
 				return usageError{fmt.Errorf("-w FILE is missing (-w - for standard output)")}

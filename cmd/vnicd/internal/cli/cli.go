@@ -109,6 +109,9 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 		a.qemuArgsCmd(), a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(),
 		a.captureCmd(), a.attachCmd(), a.detachCmd(), a.libvirtCmd(), a.backendCmd(), a.labCmd())
 	addHelp(root, "")
+	a.completeFlags(root)
+	// Where nothing else is said, names of files are not completed.
+	root.CompletionOptions.SetDefaultShellCompDirective(cobra.ShellCompDirectiveNoFileComp)
 	root.SetOut(a.out)
 	root.SetErr(a.err)
 	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error {

@@ -13,6 +13,7 @@ import (
 func (a *app) connectionCmd() *cobra.Command {
 	show := &cobra.Command{
 		Use: "show [VM]", Short: "Show RDMA connections and where they go", Args: args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(vms)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			u := "/v1/connections"
 			if len(argv) == 1 {

@@ -31,6 +31,7 @@ func (a *app) evpnCmd() *cobra.Command {
 	}
 	routes := &cobra.Command{
 		Use: "routes [NETWORK]", Short: "Show routes in and out, and why one is unused", Args: args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return get(a, c, "/v1/evpn/routes"+inNetwork(argv), func(list []evpn.RouteStatus) {
 				for i := range list {
@@ -39,11 +40,13 @@ func (a *app) evpnCmd() *cobra.Command {
 			})
 		},
 	}
+	known := map[string]wordKind{"network": once}
 	clear := &cobra.Command{
 		Use: "clear MAC network NAME", Short: "Use a MAC again that was held as a duplicate",
-		Args: args(cobra.MinimumNArgs(1)),
+		Args:              args(cobra.MinimumNArgs(1)),
+		ValidArgsFunction: a.complete(known, nothing),
 		RunE: func(c *cobra.Command, argv []string) error {
-			w, err := words(argv[1:], map[string]wordKind{"network": once})
+			w, err := words(argv[1:], known)
 			if err == nil {
 				err = need(w, "network")
 			}

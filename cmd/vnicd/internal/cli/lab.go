@@ -36,9 +36,10 @@ configuration, no hardware and no root, and ends with the command.`,
 func (a *app) labRunCmd() *cobra.Command {
 	var f labFlags
 	c := &cobra.Command{
-		Use:   "run [flags] -- CMD [ARG]...",
-		Short: "Run a command on the first VM of a new lab, or on all",
-		Args:  args(cobra.MinimumNArgs(1)),
+		Use:               "run [flags] -- CMD [ARG]...",
+		Short:             "Run a command on the first VM of a new lab, or on all",
+		Args:              args(cobra.MinimumNArgs(1)),
+		ValidArgsFunction: files,
 		RunE: func(c *cobra.Command, argv []string) error {
 			f.options.Command = argv
 			return a.lab(c.Context(), &f)

@@ -116,7 +116,8 @@ libvirt's QEMU must be able to open the sockets: see socket-mode, the owner of t
 run-dir, and AppArmor or SELinux where they confine QEMU.
 
 ` + whichSocket,
-		Args: args(cobra.ExactArgs(1)),
+		Args:              args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(guests)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			cfg, running, vm, err := a.knownVM(c, argv[0])
 			if err != nil {

@@ -30,12 +30,12 @@ var tapWords = map[string]wordKind{"address": many, "bridge": once, "rate": once
 func (a *app) networkCmd() *cobra.Command {
 	show := &cobra.Command{
 		Use: "show [NAME]", Short: "Show networks, their peers and drops", Args: args(cobra.MaximumNArgs(1)),
-		RunE: a.showNetworks,
+		ValidArgsFunction: a.complete(nil, a.names(networks)), RunE: a.showNetworks,
 	}
 	add := saveFlag(&cobra.Command{
 		Use: "add NAME vni N [mtu N] [peer ADDRESS]... [learn-peers] [ageing TIME] [max-entries N] [storm N] " +
 			"[multicast snoop|flood]",
-		Short: "Add a network", Args: args(cobra.MinimumNArgs(1)),
+		Short: "Add a network", Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(networkWords, nothing),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], networkWords)
 			if err == nil {
@@ -50,10 +50,12 @@ func (a *app) networkCmd() *cobra.Command {
 	})
 	del := saveFlag(&cobra.Command{
 		Use: "del NAME", Short: "Remove a network that has no VMs", Args: args(cobra.ExactArgs(1)),
-		RunE: func(c *cobra.Command, argv []string) error { return a.del(c, config.KindNetwork, argv[0]) },
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
+		RunE:              func(c *cobra.Command, argv []string) error { return a.del(c, config.KindNetwork, argv[0]) },
 	})
 	peer := func(use, short, method string) *cobra.Command {
 		return &cobra.Command{Use: use, Short: short, Args: args(cobra.ExactArgs(2)),
+			ValidArgsFunction: a.complete(nil, a.names(networks)),
 			RunE: func(c *cobra.Command, argv []string) error {
 				return a.ask(c, method, "/v1/networks/"+url.PathEscape(argv[0])+"/peers/"+url.PathEscape(argv[1]), nil, nil)
 			}}
@@ -61,6 +63,7 @@ func (a *app) networkCmd() *cobra.Command {
 	tap := &cobra.Command{
 		Use:   "add-tap NETWORK INTERFACE [address IP/LENGTH]... [bridge NAME] [rate BITS] [offloads on|off]",
 		Short: "Add the host's port to a network", Args: args(cobra.MinimumNArgs(2)),
+		ValidArgsFunction: a.complete(tapWords, a.names(networks), nothing),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[2:], tapWords)
 			if err != nil {
@@ -73,6 +76,7 @@ func (a *app) networkCmd() *cobra.Command {
 	}
 	delTAP := &cobra.Command{
 		Use: "del-tap NETWORK", Short: "Remove the host's port", Args: args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return a.ask(c, http.MethodDelete, "/v1/networks/"+url.PathEscape(argv[0])+"/tap", nil, nil)
 		},
@@ -136,6 +140,7 @@ func (a *app) showNetworks(c *cobra.Command, argv []string) error {
 func (a *app) portCmd() *cobra.Command {
 	show := &cobra.Command{
 		Use: "show [NETWORK]", Short: "Show ports with their counters", Args: args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return get(a, c, "/v1/ports"+inNetwork(argv), func(list []daemon.NetworkPort) {
 				for _, p := range list {
@@ -163,6 +168,7 @@ by reason. rx counts frames from the port, tx frames to it.`, show)
 func (a *app) fdbCmd() *cobra.Command {
 	show := &cobra.Command{
 		Use: "show [NETWORK]", Short: "Show forwarding tables", Args: args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return get(a, c, "/v1/fdb"+inNetwork(argv), func(list []daemon.FDBEntry) {
 				t := table(a.out)
@@ -191,6 +197,7 @@ age nor move; adding one again moves it. Without a VLAN an entry applies to all.
 func (a *app) neighCmd() *cobra.Command {
 	show := &cobra.Command{
 		Use: "show [NETWORK]", Short: "Show the known IP addresses", Args: args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(networks)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			return get(a, c, "/v1/neighbours"+inNetwork(argv), func(list []daemon.NetworkNeighbour) {
 				t := table(a.out)
@@ -222,6 +229,7 @@ them. No other host can claim an added address.`, show,
 // entry returns a command that sets or removes one entry of a table; the words in send form the request's body.
 func (a *app) entry(use, short, method, table string, known map[string]wordKind, send ...string) *cobra.Command {
 	return &cobra.Command{Use: use, Short: short, Args: args(cobra.MinimumNArgs(1)),
+		ValidArgsFunction: a.complete(known, nothing),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], known)
 			if err == nil {

@@ -33,7 +33,8 @@ gets the present MTU of its network, unless the configuration sets one.
 
 With --no-memory only the two devices are printed; the memory must then be shared
 by other options (-object memory-backend-memfd,share=on with -M memory-backend=).`,
-		Args: args(cobra.ExactArgs(1)),
+		Args:              args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(guests)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			cfg, running, vm, err := a.knownVM(c, argv[0])
 			if err != nil {
@@ -113,28 +114,13 @@ func chooseHCA(ctx context.Context, vm *config.VM, binary string) (kind string, 
 	return config.VhostUser, nil
 }
 
-// running returns the daemon's status, nil if none answers.
-func (a *app) running(c *cobra.Command) *daemon.Status {
-	client, err := a.client(c)
-	if err != nil {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-	defer cancel()
-	s, err := client.Status(ctx)
-	if err != nil {
-		return nil
-	}
-	return s
-}
-
 // knownVM reads the file, asks the daemon (running is nil if it does not answer), and finds a VM in either.
 func (a *app) knownVM(c *cobra.Command, name string) (cfg *config.Config, running *daemon.Status, vm *config.VM,
 	err error) {
 	if cfg, err = a.load(); err != nil {
 		return nil, nil, nil, err
 	}
-	running = a.running(c)
+	running = a.running(c, 5*time.Second)
 	vm, err = cfg.VM(name)
 	if err != nil && running != nil {
 		vm, err = addedVM(running, name)

@@ -31,7 +31,8 @@ devices, queue pairs, counters and page faults. -j prints everything as JSON.
 vnicd, a kill, or nothing. Of a network device it says the same of its link.
 
 ` + whichSocket,
-		Args: args(cobra.MaximumNArgs(1)),
+		Args:              args(cobra.MaximumNArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(vms)),
 		RunE: func(cmd *cobra.Command, argv []string) error {
 			ctx, cancel := context.WithTimeout(context.Background(), askTime)
 			defer cancel()

@@ -37,7 +37,7 @@ func (a *app) vmCmd() *cobra.Command {
 	add := saveFlag(&cobra.Command{
 		Use: "add NAME network NAME mac MAC [ip ADDRESS]... [queues N] [hca auto|vhost-user|ivshmem] [rate BITS] [storm N] " +
 			"[memory-budget SIZE] [memory-weight N] [qmp PATH] [dma rw|ro|blocked] [user USER] [group GROUP]",
-		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)),
+		Short: "Add a VM and its sockets", Args: args(cobra.MinimumNArgs(1)), ValidArgsFunction: a.complete(vmWords, nothing),
 		RunE: func(c *cobra.Command, argv []string) error {
 			w, err := words(argv[1:], vmWords)
 			if err == nil {
@@ -51,15 +51,18 @@ func (a *app) vmCmd() *cobra.Command {
 	})
 	del := saveFlag(&cobra.Command{
 		Use: "del NAME", Short: "Disconnect a VM and remove its sockets", Args: args(cobra.ExactArgs(1)),
-		RunE: func(c *cobra.Command, argv []string) error { return a.del(c, config.KindVM, argv[0]) },
+		ValidArgsFunction: a.complete(nil, a.names(vms)),
+		RunE:              func(c *cobra.Command, argv []string) error { return a.del(c, config.KindVM, argv[0]) },
 	})
+	known := map[string]wordKind{"network": once}
 	move := &cobra.Command{
 		Use: "move NAME network NAME", Short: "Move a VM to another network", Args: args(cobra.ExactArgs(3)),
+		ValidArgsFunction: a.complete(known, a.names(vms)),
 		Long: `Moves the port of a running VM to another network, like a cable plugged into another switch.
 The guest keeps its MAC and addresses. RDMA connections to hosts that it no longer reaches
 fail when their retries are used up.`,
 		RunE: func(c *cobra.Command, argv []string) error {
-			w, err := words(argv[1:], map[string]wordKind{"network": once})
+			w, err := words(argv[1:], known)
 			if err != nil {
 				return err
 			}
@@ -70,6 +73,7 @@ fail when their retries are used up.`,
 	readOnly := false
 	quarantine := &cobra.Command{
 		Use: "quarantine VM", Short: "Forbid a VM's devices to access its memory", Args: args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(vms)),
 		RunE: func(c *cobra.Command, argv []string) error {
 			to := translate.UplinkBlocked
 			if readOnly {
@@ -81,7 +85,10 @@ fail when their retries are used up.`,
 	quarantine.Flags().BoolVar(&readOnly, "read-only", false, "let the devices read the memory (dma ro)")
 	release := &cobra.Command{
 		Use: "release VM", Short: "End a VM's quarantine", Args: args(cobra.ExactArgs(1)),
-		RunE: func(c *cobra.Command, argv []string) error { return a.setDMA(c, argv[0], translate.UplinkReadWrite) },
+		ValidArgsFunction: a.complete(nil, a.names(vms)),
+		RunE: func(c *cobra.Command, argv []string) error {
+			return a.setDMA(c, argv[0], translate.UplinkReadWrite)
+		},
 	}
 	return a.group("vm", "Show, add, move, quarantine and remove VMs",
 		`VMs of the running daemon. Arguments after NAME are named like the keys of the

@@ -113,3 +113,20 @@ func (s *Schema) described(path string, texts map[string]string) *Schema {
 	}
 	return &c
 }
+
+// Values returns the words of which the key at path has one. There must be such a key; [] follows lists: vms[].hca.
+func Values(path string) (words []string) {
+	s := newParser().top(&Config{}).schema()
+	for _, part := range strings.Split(path, ".") {
+		name, list := strings.CutSuffix(part, "[]")
+		if s = s.Properties[name]; list {
+			s = s.Items
+		}
+	}
+	for _, v := range s.Enum {
+		if word, is := v.(string); is {
+			words = append(words, word)
+		}
+	}
+	return words
+}

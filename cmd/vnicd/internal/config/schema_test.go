@@ -149,6 +149,18 @@ func TestSchemaDescriptions(t *testing.T) {
 	}
 }
 
+// Values has the words that a key takes, and none for other keys.
+func TestValues(t *testing.T) {
+	for _, x := range []struct{ path, want string }{
+		{"log-level", "trace debug info warn error"}, {"vms[].hca", "auto vhost-user ivshmem"}, {"engines", ""},
+		{"vtep.peer-ports", "auto reserved any"}, {"networks[].tap.rate", ""},
+	} {
+		if got := strings.Join(Values(x.path), " "); got != x.want {
+			t.Errorf("%s: %q, want %q", x.path, got, x.want)
+		}
+	}
+}
+
 // with returns a configuration in which the key at path has a value, and the place of the key in messages. What the key
 // needs beside it is there; dir has key files.
 func with(t *testing.T, dir, path, value string) (text, key string) {

@@ -168,7 +168,7 @@ func testService(u *user, t *testing.T) {
 	if exposure == nil || must[float64](t)(strconv.ParseFloat(exposure[1], 64)) > 2.5 {
 		t.Errorf("exposure: %s", security)
 	}
-	for _, f := range []string{"man -w vnicd", "man -w vnicd-run",
+	for _, f := range []string{"man -w vnicd", "man -w vnicd-run", "man -w 5 vnicd.yaml",
 		"ls /usr/share/bash-completion/completions/vnicd /usr/share/zsh/vendor-completions/_vnicd"} {
 		u.run(t, f)
 	}

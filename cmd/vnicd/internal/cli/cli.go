@@ -94,7 +94,7 @@ elements for its libvirt domain; "vnicd attach" plugs both devices into a runnin
 
 The commands network, vm, fdb and neigh change a running daemon, for root and members of
 the group of its control socket (vnicd-admin). They do not change the configuration,
-except network and vm with --save.
+which vnicd.yaml(5) describes, except network and vm with --save.
 What only shows something also works for members of the status socket's group
 (vnicd-status).
 

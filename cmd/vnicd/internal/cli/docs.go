@@ -23,6 +23,13 @@ func WriteDocs(version, dir string) error {
 		man); err != nil {
 		return err
 	}
+	config := filepath.Join(dir, "usr/share/man/man5/vnicd.yaml.5")
+	if err := os.MkdirAll(filepath.Dir(config), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(config, configManual(version), 0o644); err != nil {
+		return err
+	}
 	for _, c := range []struct {
 		path string
 		gen  func(*cobra.Command, string) error

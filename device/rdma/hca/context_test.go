@@ -396,3 +396,30 @@ func TestContradictoryContext(t *testing.T) {
 }
 
 const qpsOfContext = 40 // indices from here on are free in a furnished guest
+
+// A device that has had a paused VM, which went to another host, continues the context with which that comes back.
+func TestContextComesBack(t *testing.T) {
+	w, g := furnished(t, 2)
+	context := saved(t, g)
+	x := w.twin(t, g)
+	for range 3 {
+		if err := x.Restore(context); err != nil {
+			t.Fatal(err)
+		}
+		q, err := virtq.New(g.space, virtq.Config{Size: 4, Desc: g.alloc(4096), Avail: g.alloc(4096), Used: g.alloc(4096),
+			Kick: -1})
+		if err == nil {
+			err = x.StartQueue(abi.CommandQueue, q)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		x.StopQueue(abi.CommandQueue)
+		if len(saved(t, x)) == 0 {
+			t.Fatal("the objects are gone")
+		}
+		x.Disconnected()
+		x.Connected(fakeConn{x})
+	}
+	x.dropTwin()
+}

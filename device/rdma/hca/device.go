@@ -375,6 +375,7 @@ func (d *Device) wipe() (lost bool) {
 				q.clear()
 			}
 			e.dropAnswers()
+			e.frozen = false // there is nothing left that a paused VM must keep
 		})
 	}
 	d.data.conns.clear()

@@ -171,10 +171,11 @@ func (p *VMPort) Claim() error {
 // claimed implements traveller.
 func (p *VMPort) claimed() bool { return p.ran.Load() }
 
-// away implements traveller: neither device has a driver that runs. A paused VM's HCA has one.
+// away implements traveller: neither device has a driver, or the VM is paused.
 func (p *VMPort) away() bool {
 	if h := p.hca.Load(); h != nil && (*h).Up() {
-		return false
+		x, ok := (*h).(interface{ Paused() bool })
+		return ok && x.Paused()
 	}
 	f := p.net.Load()
 	if f == nil {

@@ -46,7 +46,7 @@
 
 #define VNICD_IVSHMEM_MAGIC	0x6873766963696e76ULL	/* "vnicivsh" as bytes in memory */
 #define VNICD_IVSHMEM_VERSION	1
-#define VNICD_IVSHMEM_BAR_SIZE	65536	/* of BAR 2 */
+#define VNICD_IVSHMEM_BAR_SIZE	65536	/* of BAR 2, at least; what follows is the device's */
 #define VNICD_IVSHMEM_QUEUES	32	/* largest number of queues */
 #define VNICD_IVSHMEM_CONFIG	256	/* largest config space in bytes */
 #define VNICD_IVSHMEM_ENDED	0xffffffffU	/* as answer; no request has this number */

@@ -51,11 +51,10 @@ func hcaDevice(id string, vqs int) device {
 
 const ivshmemDriver = "ivshmem-doorbell"
 
-// ivshmemDevice has an MSI-X interrupt for each vector. With master=off QEMU refuses to migrate the VM, or to save it:
-// the HCA's state would not go with it.
+// ivshmemDevice has an MSI-X interrupt for each vector. With master=on its memory goes with the VM.
 func ivshmemDevice(id string, vectors int) device {
 	return device{{"driver", ivshmemDriver}, {"id", id}, {"chardev", chardevID(id)}, {"vectors", vectors},
-		{"master", "off"}}
+		{"master", "on"}}
 }
 
 // netDevice has an interrupt for each queue and, with several queue pairs, for the control queue and for configuration

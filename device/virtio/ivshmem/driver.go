@@ -24,10 +24,14 @@ func (se *session) requests() {
 	watch := se.srv.cfg.Work.Start(worktime.Messages)
 	defer watch.Stop()
 	if n := se.bar.word(offRequest).Load(); n != se.answered || se.unsure {
-		se.unsure = false
-		se.answered = n
+		done := se.unsure && se.status == 0 && se.bar.word(offAnswer).Load() == n
+		se.unsure, se.answered = false, n
+		if done {
+			return // perhaps by another host's device: its state is about to arrive
+		}
 		r := se.bar.request()
 		err := se.obey(&r)
+		se.ran = se.ran || se.status != 0
 		if se.failed != nil {
 			return // the end of the session answers, once the device has let go of guest memory
 		}
@@ -68,7 +72,8 @@ func (se *session) obey(r *request) error {
 }
 
 func (se *session) setFeatures(r *request) error {
-	if err := se.dev.SetFeatures(r.features | vhostuser.FeatureProtocolFeatures); err != nil && !se.refused(err) {
+	se.features = r.features
+	if err := se.tellFeatures(); err != nil && !se.refused(err) {
 		return err
 	}
 	err := se.dev.SetStatus(uint8(r.status &^ virtio.StatusDriverOK))
@@ -84,6 +89,15 @@ func (se *session) setFeatures(r *request) error {
 	return nil
 }
 
+// tellFeatures tells the device the driver's choice, and whether its writes are logged.
+func (se *session) tellFeatures() error {
+	f := se.features | vhostuser.FeatureProtocolFeatures
+	if se.srv.writes != nil {
+		f |= vhostuser.FeatureLogAll
+	}
+	return se.dev.SetFeatures(f)
+}
+
 // refused reports whether err is the device's refusal; another one ends the session.
 func (se *session) refused(err error) bool {
 	var r *frontend.RefusedError
@@ -97,6 +111,21 @@ func (se *session) refused(err error) bool {
 // start describes the queues to the device. Those of a VM that does not run start when it does; those in memory that is
 // not known yet when that is.
 func (se *session) start(r *request) error {
+	if err := se.describeQueues(r); err != nil {
+		return err
+	}
+	if err := se.dev.SetStatus(uint8(r.status)); err != nil && !se.refused(err) {
+		return err
+	}
+	se.status = r.status
+	if se.srv.runs {
+		se.setRunning(true)
+	}
+	return nil
+}
+
+// describeQueues checks where the driver has its queues, and tells the device.
+func (se *session) describeQueues(r *request) error {
 	n := se.srv.cfg.Queues
 	for i := range r.queues {
 		q := &r.queues[i]
@@ -115,13 +144,6 @@ func (se *session) start(r *request) error {
 		if err := se.place(i); err != nil {
 			return err
 		}
-	}
-	if err := se.dev.SetStatus(uint8(r.status)); err != nil && !se.refused(err) {
-		return err
-	}
-	se.status = r.status
-	if se.srv.runs {
-		se.setRunning(true)
 	}
 	return nil
 }
@@ -151,7 +173,7 @@ func (se *session) reset() error {
 	if err := se.dev.SetStatus(0); err != nil && !se.refused(err) {
 		return err
 	}
-	se.status, se.running = 0, false
+	se.status, se.features, se.running = 0, 0, false
 	se.queues, se.bases = [MaxQueues]queue{}, [MaxQueues]uint32{}
 	se.readConfig() // before the answer: the driver is to find what belongs to the device after the reset
 	return nil
@@ -161,11 +183,15 @@ func (se *session) reset() error {
 func (se *session) setRunning(on bool) {
 	if on {
 		se.removeStale()
+		se.arrive()
 	}
 	if se.status&virtio.StatusDriverOK == 0 || se.running == on {
 		return
 	}
-	se.running = on
+	if !on {
+		defer se.depart()
+	}
+	se.running, se.ran = on, true
 	for i := range se.queues {
 		if se.queues[i].size == 0 {
 			continue

@@ -161,7 +161,8 @@ func (se *session) resume() error {
 	if err != nil {
 		return err
 	}
-	se.status, se.has = uint32(status), was.Regions
+	se.status, se.has, se.features = uint32(status), was.Regions, was.Features&se.offered
+	se.ran = se.status&virtio.StatusDriverOK != 0
 	if se.status&virtio.StatusDriverOK == 0 {
 		return nil
 	}
@@ -199,6 +200,7 @@ func (se *session) settle() {
 	for _, r := range s.regions {
 		se.addMemory(r)
 	}
+	se.setLog()
 	if s.told {
 		se.setRunning(s.runs)
 	}

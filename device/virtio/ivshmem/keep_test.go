@@ -25,7 +25,16 @@ type lasting struct {
 
 var _ virtio.Survivor = (*lasting)(nil)
 
-func (l *lasting) Save() ([]byte, error) { return bytes.Clone(l.config[:]), nil }
+func (l *lasting) Save() (state []byte, err error) {
+	l.locked(func() { state = bytes.Clone(l.config[:]) })
+	return state, nil
+}
+
+// configAt returns a byte of config space.
+func (d *device) configAt(i int) (v byte) {
+	d.locked(func() { v = d.config[i] })
+	return v
+}
 
 func (l *lasting) Restore(state []byte) error {
 	if l.broken || len(state) != len(l.config) {

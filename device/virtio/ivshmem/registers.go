@@ -12,7 +12,7 @@ import (
 const (
 	magic     = 0x6873766963696e76 // "vnicivsh"
 	version   = 1
-	barSize   = 65536
+	regsSize  = 65536
 	MaxQueues = 32
 	maxConfig = 256
 
@@ -47,11 +47,16 @@ const (
 	driverEnd       = offQueue + queueLen*MaxQueues
 )
 
+// barSize is the size of BAR 2: the registers, then the device's state while the VM does not run (state.go). What is
+// not used takes no memory.
+const barSize = 32 << 20
+
 var le = binary.LittleEndian
 
 // bar is the memory of BAR 2, which QEMU and the guest have mapped, too.
 type bar struct {
 	fd         int
+	ino        uint64
 	mem        []byte
 	generation uint32 // of config space, as written last
 }
@@ -87,11 +92,12 @@ func adoptBar(fd int) (b *bar, err error) {
 		return nil, err
 	}
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
-	if err != nil || seals&barSeals != barSeals || st.Size != barSize {
+	// Up to release 0.1 it was only the registers.
+	if err != nil || seals&barSeals != barSeals || st.Size != barSize && st.Size != regsSize {
 		return nil, fmt.Errorf("%d bytes with seals %#x (%v), want %d and %#x", st.Size, seals, err, barSize, barSeals)
 	}
-	b = &bar{fd: fd}
-	if b.mem, err = unix.Mmap(fd, 0, barSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+	b = &bar{fd: fd, ino: st.Ino}
+	if b.mem, err = unix.Mmap(fd, 0, int(st.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
 		return nil, err
 	}
 	b.generation = b.word(offGeneration).Load() &^ 1 // any number is right that the driver has not just read

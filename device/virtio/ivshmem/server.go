@@ -56,6 +56,7 @@ type Server struct {
 	now     *session
 	// wasReset: the machine was reset while now was being resumed.
 	wasReset bool
+	writes   *writeLog // of the pages that are written to; nil: nobody wants one
 }
 
 // region is a part of guest memory. Its file is a duplicate of what the network card's front end has passed.
@@ -120,6 +121,8 @@ func (s *Server) Close() error {
 		_ = unix.Close(r.fd)
 	}
 	s.regions = nil
+	s.writes.close()
+	s.writes = nil
 	return nil
 }
 
@@ -293,4 +296,26 @@ func (s *Server) Run(on bool) {
 	if se := s.live(); se != nil {
 		se.setRunning(on)
 	}
+}
+
+// Log implements vhostuser.Follower.
+func (s *Server) Log(where vhostuser.LogBase, fd int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.ending() {
+		return
+	}
+	old := s.writes
+	s.writes = nil
+	if fd >= 0 {
+		var err error
+		if s.writes, err = newWriteLog(where, fd); err != nil {
+			// The VM's card logs in the same file: this is a want of descriptors or of memory.
+			s.log.Error("writes of the HCA are not logged: a migration of this VM must not go on", "error", err)
+		}
+	}
+	if se := s.live(); se != nil {
+		se.setLog()
+	}
+	old.close()
 }

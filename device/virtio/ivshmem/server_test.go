@@ -548,7 +548,7 @@ int main(void)
 		t.Fatal(err)
 	}
 	want := fmt.Sprintf("%d %d", uint64(magic), uint32(ended))
-	for _, v := range []int{version, barSize, MaxQueues, maxConfig, offMagic, offVersion, offVirtioID, offPeer,
+	for _, v := range []int{version, regsSize, MaxQueues, maxConfig, offMagic, offVersion, offVirtioID, offPeer,
 		offNumQueues, offNumVectors, offConfigSize, offFeatures, offMaxSize, offAnswer, offResult, offStatus, offGeneration,
 		offRequest, offDriverStatus, offDriverFeat, offQueue, offConfig, queueLen} {
 		want += fmt.Sprintf(" %d", v)

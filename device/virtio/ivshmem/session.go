@@ -33,19 +33,22 @@ type session struct {
 	unsure   bool               // the previous process may not have answered the newest request
 	answered uint32             // number of the newest request
 	offered  uint64             // features
+	features uint64             // acknowledged, while the status has FEATURES_OK
 	has      []vhostuser.Region // guest memory that the device knows
 	was      *vhostuser.Resumed // of the previous process's session
 	status   uint32             // virtio's device status
 	queues   [MaxQueues]queue
 	bases    [MaxQueues]uint32
+	movable  bool // the device's state can be saved and loaded
 	running  bool // the device has the queues
+	ran      bool // it had, or the driver has asked for something: no state is to come from elsewhere
 	ready    bool // false: it is being resumed, which only the goroutine that does so is to disturb
 	failed   error
 }
 
 const (
 	protocol = vhostuser.ProtoMQ | vhostuser.ProtoReplyAck | vhostuser.ProtoBackendReq | vhostuser.ProtoConfig |
-		vhostuser.ProtoStatus | vhostuser.ProtoConfigureMemSlots
+		vhostuser.ProtoStatus | vhostuser.ProtoConfigureMemSlots | vhostuser.ProtoLogSHMFD | vhostuser.ProtoDeviceState
 
 	// What the registers can express: split rings, no vIOMMU.
 	driverFeatures = 1<<24 - 1 | virtio.FeatureIndirectDesc | virtio.FeatureEventIdx | virtio.FeatureVersion1
@@ -125,6 +128,7 @@ func (se *session) connect() error {
 	for _, r := range se.srv.regions {
 		se.addMemory(r)
 	}
+	se.setLog()
 	return nil
 }
 
@@ -135,7 +139,12 @@ func (se *session) ask() error {
 		return err
 	}
 	se.offered = all & driverFeatures
-	if err := se.dev.SetProtocolFeatures(protocol); err != nil {
+	may, err := se.dev.GetProtocolFeatures()
+	if err != nil {
+		return err
+	}
+	se.movable = may&vhostuser.ProtoDeviceState != 0
+	if err := se.dev.SetProtocolFeatures(protocol & may); err != nil {
 		return err
 	}
 	se.config = make([]byte, maxConfig/2)

@@ -317,7 +317,7 @@ var ringFiles = [3]string{"kick", "call", "err"}
 
 // adoptRings sets the driver's choices and describes the rings, with the checks of the requests that do so.
 func (se *session) adoptRings(h *handed, p *handedParts) error {
-	if extra := h.Features &^ se.srv.offer; extra != 0 {
+	if extra := h.Features &^ se.offer; extra != 0 {
 		return fmt.Errorf("features %#x are not offered any more", extra)
 	}
 	if len(h.Rings) != len(se.rings) {

@@ -27,8 +27,9 @@ func (s *Server) Connect() (*net.UnixConn, error) {
 
 // Resumed is what a connection that is resumed has, if the device goes on.
 type Resumed struct {
-	Regions []Region // of memory
-	Running []bool   // whether a ring runs, by number
+	Regions  []Region // of memory
+	Running  []bool   // whether a ring runs, by number
+	Features uint64   // that the driver has acknowledged
 }
 
 // Resume continues a connection of the previous process, of which Config.Kept has the rest, with a front end that has
@@ -83,6 +84,7 @@ func (s *keptState) resumed() *Resumed {
 		h = s.Running
 	}
 	if h != nil {
+		was.Features = h.Features
 		for _, r := range h.Rings {
 			was.Running = append(was.Running, r.Started && r.Enabled)
 		}

@@ -317,7 +317,7 @@ func (se *session) adopt(kept Kept) error {
 	if err := se.adoptPipe(kept); err != nil {
 		return err
 	}
-	if extra := s.Protocol &^ se.srv.protos; extra != 0 {
+	if extra := s.Protocol &^ se.protos; extra != 0 {
 		return fmt.Errorf("protocol features %#x are not offered any more", extra)
 	}
 	se.proto = s.Protocol

@@ -34,8 +34,9 @@ type LogBase struct{ Size, Offset uint64 }
 
 const logBaseSize = 16
 
-// maxLog bounds the size of a log: that of 32 TiB of guest addresses.
-const maxLog = 1 << 30
+// maxLog bounds the size of a log: that of the largest guest address, of 52 bits. It depends on where the guest has put
+// the BARs of its devices; only pages of the log that have a bit take memory.
+const maxLog = 1 << (52 - 12 - 3)
 
 // ParseLogBase decodes a LogBase and checks it.
 func ParseLogBase(b []byte) (LogBase, error) {
@@ -55,19 +56,24 @@ func (l LogBase) Append(b []byte) []byte {
 	return ne.AppendUint64(ne.AppendUint64(b, l.Size), l.Offset)
 }
 
-// dirtyLog is the log that a front end has named.
-type dirtyLog struct {
+// WriteLog is a log of pages that were written to, in a front end's file. Any goroutine may set bits.
+type WriteLog struct {
 	base  LogBase
 	fd    int
 	mem   []byte
 	words []atomic.Uint64 // of mem
+}
+
+// dirtyLog is the log that a front end has named.
+type dirtyLog struct {
+	*WriteLog
 	notes *translate.WriteLog
 	end   context.CancelFunc // of the goroutine that sets bits
 	done  chan struct{}
 }
 
-// openLog maps a log, and takes over fd.
-func openLog(fd int, base LogBase) (d *dirtyLog, err error) {
+// OpenWriteLog maps a log, and takes over fd.
+func OpenWriteLog(fd int, base LogBase) (l *WriteLog, err error) {
 	defer func() {
 		if err != nil {
 			_ = unix.Close(fd)
@@ -88,24 +94,42 @@ func openLog(fd int, base LogBase) (d *dirtyLog, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("log file: %w", err)
 	}
-	return &dirtyLog{base: base, fd: fd, mem: mem, words: words(mem)}, nil
+	return &WriteLog{base: base, fd: fd, mem: mem, words: words(mem)}, nil
 }
 
-// mark sets the bits of pages, as WriteLog.Flush reports them.
-func (d *dirtyLog) mark(first translate.PA, pages uint64) {
-	if i := uint64(first) / translate.PageSize / 64; i < uint64(len(d.words)) {
-		d.words[i].Or(littleEndian(pages))
+// Close unmaps the log.
+func (l *WriteLog) Close() {
+	_ = unix.Munmap(l.mem)
+	_ = unix.Close(l.fd)
+}
+
+func openLog(fd int, base LogBase) (*dirtyLog, error) {
+	l, err := OpenWriteLog(fd, base)
+	if err != nil {
+		return nil, err
+	}
+	return &dirtyLog{WriteLog: l}, nil
+}
+
+// mark sets the bits of pages, as translate.WriteLog.Flush reports them.
+func (l *WriteLog) mark(first translate.PA, pages uint64) {
+	if i := uint64(first) / translate.PageSize / 64; i < uint64(len(l.words)) {
+		l.words[i].Or(littleEndian(pages))
 	}
 }
 
 // littleEndian returns v as it is in memory: the log is bytes, the lowest bit first.
 func littleEndian(v uint64) uint64 { return ne.Uint64(binary.LittleEndian.AppendUint64(nil, v)) }
 
-// markAll sets the bits of all pages of a region.
-func (d *dirtyLog) markAll(r Region) {
-	for page, last := r.GuestPA/translate.PageSize, (r.GuestPA+r.Size-1)/translate.PageSize; page <= last; {
+// MarkRange sets the bits of all pages of [pa, pa+n), n > 0.
+func (l *WriteLog) MarkRange(pa, n uint64) error {
+	return translate.Guard(func() error { l.markRange(pa, n); return nil })
+}
+
+func (l *WriteLog) markRange(pa, n uint64) {
+	for page, last := pa/translate.PageSize, (pa+n-1)/translate.PageSize; page <= last; {
 		n := min(last-page+1, 64-page%64)
-		d.mark(translate.PA(page-page%64)*translate.PageSize, ^uint64(0)>>(64-n)<<(page%64))
+		l.mark(translate.PA(page-page%64)*translate.PageSize, ^uint64(0)>>(64-n)<<(page%64))
 		page += n
 	}
 }
@@ -168,8 +192,7 @@ func (d *dirtyLog) stop() {
 
 func (d *dirtyLog) close() {
 	d.stop()
-	_ = unix.Munmap(d.mem)
-	_ = unix.Close(d.fd)
+	d.Close()
 }
 
 func (k *keeping) writeLog() string { return k.name + "/log" }
@@ -207,6 +230,7 @@ func (se *session) setLogBase(m *Message) ([]byte, error) {
 		}
 	}
 	se.saveState()
+	se.tellLog()
 	return AppendU64(nil, 0), nil
 }
 
@@ -216,6 +240,7 @@ func (se *session) setLogging(on bool) error {
 		return nil
 	}
 	se.logs = on
+	defer se.tellLog()
 	defer se.saveState()
 	switch {
 	case on && se.dirty != nil:
@@ -236,12 +261,24 @@ func (se *session) startLog(all bool) error {
 	if err == nil && all {
 		err = translate.Guard(func() error {
 			for _, r := range se.regions {
-				d.markAll(r.Region)
+				d.markRange(r.GuestPA, r.Size)
 			}
 			return nil
 		})
 	}
 	return err
+}
+
+// tellLog tells the follower where to log.
+func (se *session) tellLog() {
+	f := se.srv.cfg.Follower
+	switch d := se.dirty; {
+	case f == nil:
+	case d == nil || !se.logs:
+		f.Log(LogBase{}, -1)
+	default:
+		f.Log(d.base, d.fd)
+	}
 }
 
 // flushLog sets the bits of all that was written, once the device writes no more or the log is exchanged.
@@ -282,5 +319,6 @@ func (se *session) adoptLog(s *keptState, kept Kept) error {
 	if se.dirty, err = openLog(fd, base); err != nil || !s.Logging {
 		return err
 	}
+	defer se.tellLog()
 	return se.startLog(true)
 }

@@ -41,6 +41,8 @@ const (
 	ReqRemMemReg           Request = 38
 	ReqSetStatus           Request = 39
 	ReqGetStatus           Request = 40
+	ReqSetDeviceStateFD    Request = 42
+	ReqCheckDeviceState    Request = 43
 )
 
 // ReqGetMemory asks for a memory file: a private extension, for front ends that are not trusted (ProtoMemory). The
@@ -63,6 +65,7 @@ const (
 	ProtoResetDevice       = 1 << 13
 	ProtoConfigureMemSlots = 1 << 15
 	ProtoStatus            = 1 << 16
+	ProtoDeviceState       = 1 << 19 // offered to front ends within this process: QEMU's generic device does not migrate
 	ProtoMemory            = 1 << 62 // private: ReqGetMemory
 )
 
@@ -175,7 +178,10 @@ var rules = map[Request]rule{
 	ReqRemMemReg: {name: "REM_MEM_REG", minSize: singleSize, maxSize: singleSize,
 		proto: ProtoConfigureMemSlots}, ReqSetStatus: {name: "SET_STATUS", minSize: 8, maxSize: 8, proto: ProtoStatus},
 	ReqGetStatus: {name: "GET_STATUS", proto: ProtoStatus, replies: true},
-	ReqGetMemory: {name: "GET_MEMORY", minSize: 8, maxSize: 8, proto: ProtoMemory, replies: true, gives: true},
+	ReqSetDeviceStateFD: {name: "SET_DEVICE_STATE_FD", minSize: stateTransferSize, maxSize: stateTransferSize, fds: 1,
+		proto: ProtoDeviceState, replies: true},
+	ReqCheckDeviceState: {name: "CHECK_DEVICE_STATE", proto: ProtoDeviceState, replies: true},
+	ReqGetMemory:        {name: "GET_MEMORY", minSize: 8, maxSize: 8, proto: ProtoMemory, replies: true, gives: true},
 }
 
 // String is the request's name in the specification.

@@ -150,7 +150,7 @@ func (se *session) isEnabled(r *ring) bool {
 
 func (se *session) setVringAddr(r *ring, a VringAddr) error {
 	i := int(a.Index)
-	if a.Flags != 0 && se.srv.offer&FeatureLogAll == 0 {
+	if a.Flags != 0 && se.offer&FeatureLogAll == 0 {
 		return protoErr("vring %d: address flags %#x, want 0 (logging is not offered)", i, a.Flags)
 	}
 	a.Flags = 0 // see VringLog

@@ -87,6 +87,9 @@ type Follower interface {
 	RemoveMemory(r Region)
 	// Run reports that rings run, or that the last one has stopped: the VM is being paused, or has no driver.
 	Run(on bool)
+	// Log reports where to log the pages that are written to, and the file that this is in, which the caller closes
+	// afterwards; -1: nowhere.
+	Log(where LogBase, fd int)
 }
 
 // takeoverPatience is how long a new front end waits for its predecessor's tear-down. A killed QEMU leaves a device
@@ -160,10 +163,6 @@ func Offer(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error) 
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	if cfg.Keeper != nil {
 		s.cfg.Keeper = newPacer(s.ctx, cfg.Keeper)
-	}
-	if cfg.Migrates {
-		s.offer |= FeatureLogAll
-		s.protos |= ProtoLogSHMFD
 	}
 	if dev.ConfigSize() > 0 {
 		s.protos |= ProtoConfig
@@ -337,8 +336,7 @@ func (s *Server) serve(t *Transport, kept Kept, inner bool) {
 			return
 		}
 	}
-	se = newSession(s, t)
-	se.kept.inner = inner
+	se = newSession(s, t, inner)
 	se.trial = resumed
 	err := se.run(kept)
 	if resumed != nil {

@@ -31,6 +31,8 @@ type session struct {
 
 	features   uint64 // acknowledged
 	negotiated bool   // features were accepted by the device
+	offer      uint64 // virtio features
+	protos     uint64 // protocol features that are offered
 	proto      uint64
 	status     uint8
 	rings      []ring
@@ -39,8 +41,9 @@ type session struct {
 	sealed       bool // the memory files are sealed against holes, see seal
 	gave         bool // a memory file, see giveMemory
 
-	dirty *dirtyLog // as SET_LOG_BASE has named it; nil: none
-	logs  bool      // the front end wants the device's writes to be logged
+	dirty    *dirtyLog // as SET_LOG_BASE has named it; nil: none
+	logs     bool      // the front end wants the device's writes to be logged
+	transfer *transfer // of the device's state; nil: none
 
 	backend backend
 	ran     bool           // as the follower knows
@@ -75,12 +78,21 @@ func refuse(format string, a ...any) error {
 // acknowledgement: its next messages do not depend on the request.
 var errAdvisory = fmt.Errorf("%w (advisory)", errRefused)
 
-func newSession(s *Server, t *Transport) *session {
-	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi), pipe: -1}
+// newSession makes the session of a connection; inner: with a front end in this process, which may migrate any device.
+func newSession(s *Server, t *Transport, inner bool) *session {
+	se := &session{srv: s, dev: s.dev, log: s.log, t: t, space: translate.NewSpace(s.gvmi), pipe: -1, offer: s.offer,
+		protos: s.protos}
+	if s.cfg.Migrates || inner {
+		se.offer |= FeatureLogAll
+		se.protos |= ProtoLogSHMFD
+	}
+	if _, ok := s.dev.(virtio.Continuer); ok && inner {
+		se.protos |= ProtoDeviceState
+	}
 	se.space.Epochs().SetNamer(s.cfg.SlotName)
 	// A bug met by one of its goroutines ends the connection.
 	se.mem = hostdriver.New(se.space, s.log, hostdriver.Options{Budget: s.cfg.Budget, Broken: t.Stop})
-	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1, lives: &s.keeps,
+	se.kept = keeping{to: s.cfg.Keeper, name: s.cfg.KeepAs, log: s.log, state: -1, lives: &s.keeps, inner: inner,
 		loss: "the VM will lose this device when vnicd restarts"}
 	if s.cfg.Reconnects {
 		se.kept.loss = "the device's link will go down for a moment when vnicd restarts"
@@ -190,7 +202,9 @@ func (se *session) teardown() {
 		se.log.Error("a migration of this VM must not go on: the last writes of its device are unknown", "reason", err)
 	}
 	se.closeLog()
+	se.transfer.end()
 	if f := se.srv.cfg.Follower; f != nil {
+		f.Log(LogBase{}, -1)
 		for _, r := range se.regions {
 			f.RemoveMemory(r.Region)
 		}
@@ -272,9 +286,9 @@ func (se *session) wantsAck(m *Message) bool {
 func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	switch m.Request {
 	case ReqGetFeatures:
-		return AppendU64(nil, se.srv.offer&^se.srv.cfg.Hide), nil
+		return AppendU64(nil, se.offer&^se.srv.cfg.Hide), nil
 	case ReqGetProtocolFeatures:
-		return AppendU64(nil, se.srv.protos), nil
+		return AppendU64(nil, se.protos), nil
 	case ReqGetQueueNum:
 		n := se.srv.queues
 		if _, ok := se.dev.(virtio.NetDevice); ok {
@@ -301,6 +315,10 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 		return nil, se.setMemTable(m)
 	case ReqSetLogBase:
 		return se.setLogBase(m)
+	case ReqSetDeviceStateFD:
+		return se.moveState(m)
+	case ReqCheckDeviceState:
+		return se.checkState(), nil
 	case ReqAddMemReg:
 		return nil, se.addMemReg(m)
 	case ReqRemMemReg:
@@ -371,7 +389,7 @@ func (se *session) setWord(req Request, v uint64) error {
 	case ReqSetFeatures:
 		return se.setFeatures(v)
 	case ReqSetProtocolFeatures:
-		if extra := v &^ se.srv.protos; extra != 0 {
+		if extra := v &^ se.protos; extra != 0 {
 			return protoErr("protocol features %#x were not offered", extra)
 		}
 		se.proto = v
@@ -395,7 +413,7 @@ func (se *session) setWord(req Request, v uint64) error {
 // the connection continues: front ends send partial sets before the guest runs, and a guest with an old driver should
 // cause a log line, not lose its device.
 func (se *session) setFeatures(v uint64) error {
-	if extra := v &^ se.srv.offer; extra != 0 {
+	if extra := v &^ se.offer; extra != 0 {
 		return protoErr("features %#x were not offered", extra)
 	}
 	// It changes while rings run, and the device does not know it.

@@ -195,7 +195,7 @@ func TestRuntimeChanges(t *testing.T) {
 		{"", "", "qemu-args three", "queues=4"},
 		{"", "", "qemu-args three", "host_mtu=1450,rx_queue_size=1024,tx_queue_size=1024,mq=on,vectors=10"},
 		{"vm add five network red mac 02:00:00:00:00:05 hca ivshmem", "", "qemu-args five", "ivshmem-doorbell,id=five-hca"},
-		{"", "", "qemu-args five", "vectors=5,master=off"},
+		{"", "", "qemu-args five", "vectors=5,master=on"},
 		{"vm del five", "", "vm", "-five"},
 		{"vm del two", "", "vm", "-two  network"},
 		{"vm del two", `no VM "two"`, "", ""},

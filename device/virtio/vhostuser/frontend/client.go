@@ -1,11 +1,13 @@
 package frontend
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"sync"
 	"time"
 
@@ -207,6 +209,65 @@ func (c *Client) RemMemReg(r vhostuser.Region) error {
 // SetLogBase names the log of written pages.
 func (c *Client) SetLogBase(b vhostuser.LogBase, fd int) error {
 	_, err := c.Do(vhostuser.ReqSetLogBase, true, b.Append(nil), fd)
+	return err
+}
+
+// SaveState returns the device's own state; no ring may run.
+func (c *Client) SaveState() ([]byte, error) {
+	var state bytes.Buffer
+	err := c.moveState(vhostuser.SaveState, func(f *os.File) error {
+		_, err := state.ReadFrom(f)
+		return err
+	})
+	return state.Bytes(), err
+}
+
+// LoadState gives the device the state that another one has saved.
+func (c *Client) LoadState(state []byte) error {
+	return c.moveState(vhostuser.LoadState, func(f *os.File) error {
+		_, err := f.Write(state)
+		return err
+	})
+}
+
+// moveState transfers the device's state through a pipe, of which move gets this end.
+func (c *Client) moveState(direction uint32, move func(*os.File) error) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	ours, theirs := r, w
+	if direction == vhostuser.LoadState {
+		ours, theirs = w, r
+	}
+	body := vhostuser.StateTransfer{Direction: direction}.Append(nil)
+	reply, err := c.Do(vhostuser.ReqSetDeviceStateFD, true, body, int(theirs.Fd()))
+	_ = theirs.Close()
+	if err == nil {
+		err = refusal(vhostuser.ReqSetDeviceStateFD, reply, vhostuser.StateNoFD)
+	}
+	if err == nil {
+		err = ours.SetDeadline(time.Now().Add(replyTimeout))
+	}
+	if err == nil {
+		err = move(ours)
+	}
+	err = errors.Join(err, ours.Close())
+	if err != nil {
+		return fmt.Errorf("frontend: the device's state: %w", err)
+	}
+	if reply, err = c.Do(vhostuser.ReqCheckDeviceState, true, nil); err == nil {
+		err = refusal(vhostuser.ReqCheckDeviceState, reply, 0)
+	}
+	return err
+}
+
+// refusal returns an error unless a reply is a certain number.
+func refusal(req vhostuser.Request, reply []byte, want uint64) error {
+	code, err := vhostuser.ParseU64(reply)
+	if err == nil && code != want {
+		err = &RefusedError{Request: req, Code: code}
+	}
 	return err
 }
 

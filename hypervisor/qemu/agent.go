@@ -75,6 +75,12 @@ func (a *agent) close() {
 	<-a.done
 }
 
+// reopen takes over another connection, after close, with the same agent at its end. No call is under way.
+func (a *agent) reopen(conn net.Conn) {
+	a.conn, a.done, a.dirty = conn, make(chan struct{}), true
+	go a.read()
+}
+
 func (a *agent) read() {
 	defer close(a.done)
 	defer a.conn.Close()

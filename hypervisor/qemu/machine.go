@@ -4,6 +4,8 @@
 // however it ends. A caller of Boot must call Kill or Shutdown; both join everything, are idempotent and may be called
 // from several goroutines.
 //
+// A guest that migrates to another QEMU process takes its Machine with it (Become).
+//
 // Boot ──▶ running ──(Shutdown, Kill, QEMU ends by itself)──▶ ended
 package qemu
 
@@ -31,16 +33,25 @@ var ErrEnded = errors.New("the VM has ended")
 
 // Machine is a VM with its QEMU process.
 type Machine struct {
+	*instance
+	agent *agent
+}
+
+// instance is a QEMU process.
+type instance struct {
 	cfg  Config
 	proc *os.Process
 	done chan struct{} // closed when the process was reaped
 
 	exitErr error // written before done is closed
 
-	qmp   *qmp.Client
-	agent *agent
+	qmp *qmp.Client
 
 	stopOnce sync.Once
+}
+
+func newMachine(cfg Config) *Machine {
+	return &Machine{instance: &instance{cfg: cfg, done: make(chan struct{})}}
 }
 
 // startTimeout bounds the time until QEMU opens its sockets.
@@ -60,7 +71,7 @@ func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 			return nil, fmt.Errorf("qemu: VM %s: %w", cfg.Name, err)
 		}
 	}
-	m := &Machine{cfg: cfg, done: make(chan struct{})}
+	m := newMachine(cfg)
 	if err := m.spawn(); err != nil {
 		return nil, fmt.Errorf("qemu: VM %s: %w", cfg.Name, err)
 	}
@@ -74,7 +85,7 @@ func Boot(ctx context.Context, cfg Config) (*Machine, error) {
 // Adopt connects to the guest agent of a VM that another process started. Only commands in its guest work; Kill does
 // not end the VM.
 func Adopt(ctx context.Context, name, agentSocket string) (*Machine, error) {
-	m := &Machine{cfg: Config{Name: name}, done: make(chan struct{})}
+	m := newMachine(Config{Name: name})
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	conn, err := m.dial(ctx, agentSocket)
@@ -120,7 +131,7 @@ func (c *Config) checkHost() error {
 
 // spawn starts QEMU on an OS thread that then waits for it. The thread must live as long as QEMU, because the
 // parent-death signal is tied to the thread that forked. It also enters the namespace, so it can never be reused.
-func (m *Machine) spawn() error {
+func (m *instance) spawn() error {
 	log, err := os.Create(m.logPath())
 	if err != nil {
 		return err
@@ -189,7 +200,7 @@ func (m *Machine) connect(ctx context.Context) error {
 	return nil
 }
 
-func (m *Machine) dial(ctx context.Context, path string) (net.Conn, error) {
+func (m *instance) dial(ctx context.Context, path string) (net.Conn, error) {
 	for {
 		conn, err := net.Dial("unix", path)
 		if err == nil {
@@ -206,7 +217,7 @@ func (m *Machine) dial(ctx context.Context, path string) (net.Conn, error) {
 }
 
 // ended returns the error for the end of the process, with its last output.
-func (m *Machine) ended() error {
+func (m *instance) ended() error {
 	text, _ := os.ReadFile(m.logPath())
 	words := strings.TrimSpace(tail(string(text), 1500))
 	if m.exitErr != nil {
@@ -215,7 +226,10 @@ func (m *Machine) ended() error {
 	return fmt.Errorf("%w: %s", ErrEnded, words)
 }
 
-func (m *Machine) logPath() string { return filepath.Join(m.cfg.Dir, "qemu.log") }
+func (m *instance) logPath() string { return filepath.Join(m.cfg.Dir, "qemu.log") }
+
+// Socket is the path of a file in the folder of QEMU.
+func (m *Machine) Socket(name string) string { return filepath.Join(m.cfg.Dir, name) }
 
 // Name is the VM's name.
 func (m *Machine) Name() string { return m.cfg.Name }
@@ -398,6 +412,21 @@ func (m *Machine) Kill() {
 		}
 	})
 	<-m.done
+}
+
+// Become makes m, whose guest QEMU has migrated to o's process, the owner of that process, and ends its own. Programs
+// in the guest, and what refers to m or to them, go on; no call may be under way. o is not to be used any more, except
+// to kill it.
+func (m *Machine) Become(ctx context.Context, o *Machine) error {
+	m.Kill()
+	o.agent.close()
+	m.instance = o.instance
+	conn, err := m.dial(ctx, m.cfg.agent())
+	if err != nil {
+		return m.wrap(err)
+	}
+	m.agent.reopen(conn)
+	return m.WaitReady(ctx)
 }
 
 // Wait waits for QEMU to end by itself. It returns nil for exit status 0.

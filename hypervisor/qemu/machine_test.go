@@ -52,32 +52,12 @@ func fakeQEMU(mode string) {
 	}
 	events := make(chan string, 10)
 	go func() {
-		conn, err := agentSock.Accept()
-		if err != nil {
-			panic(err)
-		}
-		sc := bufio.NewScanner(conn)
-		for sc.Scan() {
-			line := strings.TrimPrefix(sc.Text(), "\xff")
-			var req struct {
-				Execute   string `json:"execute"`
-				ID        int64  `json:"id"`
-				Arguments struct {
-					Mode string `json:"mode"`
-				} `json:"arguments"`
-			}
-			if err := json.Unmarshal([]byte(line), &req); err != nil {
+		for {
+			conn, err := agentSock.Accept()
+			if err != nil {
 				panic(err)
 			}
-			switch {
-			case req.Execute == "guest-sync-delimited":
-				fmt.Fprintf(conn, "\xff{\"return\": 1, \"id\": %d}\n", req.ID)
-			case req.Execute == "guest-shutdown" && mode == "stubborn":
-			case req.Execute == "guest-shutdown" && req.Arguments.Mode == "reboot":
-				events <- "RESET"
-			case req.Execute == "guest-shutdown":
-				os.Exit(0)
-			}
+			fakeAgent(conn, mode, events)
 		}
 	}()
 	conn, err := qmpSock.Accept()
@@ -98,6 +78,33 @@ func fakeQEMU(mode string) {
 		}
 	}
 	select {} // the monitor has gone, the machine keeps running
+}
+
+// fakeAgent is the guest agent of one connection; what it makes happen goes to events.
+func fakeAgent(conn net.Conn, mode string, events chan<- string) {
+	sc := bufio.NewScanner(conn)
+	for sc.Scan() {
+		line := strings.TrimPrefix(sc.Text(), "\xff")
+		var req struct {
+			Execute   string `json:"execute"`
+			ID        int64  `json:"id"`
+			Arguments struct {
+				Mode string `json:"mode"`
+			} `json:"arguments"`
+		}
+		if err := json.Unmarshal([]byte(line), &req); err != nil {
+			panic(err)
+		}
+		switch {
+		case req.Execute == "guest-sync-delimited":
+			fmt.Fprintf(conn, "\xff{\"return\": 1, \"id\": %d}\n", req.ID)
+		case req.Execute == "guest-shutdown" && mode == "stubborn":
+		case req.Execute == "guest-shutdown" && req.Arguments.Mode == "reboot":
+			events <- "RESET"
+		case req.Execute == "guest-shutdown":
+			os.Exit(0)
+		}
+	}
 }
 
 func bootFake(t *testing.T, mode string) (*Machine, error) {
@@ -144,6 +151,33 @@ func TestBootAndShutdown(t *testing.T) {
 	if _, err := m.Run(ctx, "true"); !errors.Is(err, ErrAgentClosed) {
 		t.Errorf("a command after QEMU's end: %v", err)
 	}
+}
+
+// A machine that has become another is that one's process, with the agent at its new place; its own has ended.
+func TestBecome(t *testing.T) {
+	m, err := bootFake(t, "normal")
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := bootFake(t, "normal")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := testCtx(t)
+	was, next := m.PID(), o.PID()
+	if err := m.Become(ctx, o); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(was, 0); !errors.Is(err, syscall.ESRCH) || m.PID() != next {
+		t.Errorf("process %d, then %d, want %d; the first: %v", was, m.PID(), next, err)
+	}
+	if err := m.Reset(ctx); err != nil {
+		t.Error(err)
+	}
+	if err := m.Shutdown(ctx); err != nil {
+		t.Error(err)
+	}
+	o.Kill() // which has happened
 }
 
 func TestShutdownOfStubbornGuest(t *testing.T) {

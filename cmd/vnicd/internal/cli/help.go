@@ -34,8 +34,10 @@ var helps = map[string]help{
 	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},
 	"attach":      {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
 	"detach":      {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
-	"backend":     {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},
-	"capture":     {"", "vnicd capture vm1 -w - | wireshark -k -i -\nvnicd capture vtep -n 1000 -w tunnels.pcapng"},
+	"migrate": {"", "vnicd migrate --qmp /run/vm1.qmp vm1 tcp:192.0.2.2:4444\n" +
+		"vnicd migrate --qmp /run/vm1.qmp vm1 file:/srv/vm1.saved"},
+	"backend": {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},
+	"capture": {"", "vnicd capture vm1 -w - | wireshark -k -i -\nvnicd capture vtep -n 1000 -w tunnels.pcapng"},
 
 	"lab": {"", "vnicd lab run -- ibv_devinfo"},
 	"lab run": {`The current directory is mounted in all VMs under the same path, where CMD runs as root. The

@@ -102,6 +102,7 @@ func newLibvirtDomain(vm, netSocket, mac string, mtu, queues int, hca []string) 
 
 func (a *app) libvirtCmd() *cobra.Command {
 	var binary string
+	var migratable bool
 	c := &cobra.Command{
 		Use:   "libvirt-xml VM",
 		Short: "Print the libvirt domain elements that attach a VM",
@@ -123,7 +124,7 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 			if err != nil {
 				return err
 			}
-			kind, err := chooseHCA(c.Context(), vm, binary)
+			kind, err := chooseHCA(c.Context(), vm, binary, migratable)
 			if err != nil {
 				return err
 			}
@@ -143,5 +144,6 @@ run-dir, and AppArmor or SELinux where they confine QEMU.
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
 	c.Flags().StringVar(&binary, "qemu", "", whichQEMU)
+	c.Flags().BoolVar(&migratable, "migratable", false, whichMigrates)
 	return c
 }

@@ -18,7 +18,7 @@ import (
 
 func (a *app) qemuArgsCmd() *cobra.Command {
 	var memory int
-	var noMemory, huge, lines bool
+	var noMemory, huge, lines, migratable bool
 	var binary string
 	c := &cobra.Command{
 		Use:   "qemu-args VM",
@@ -43,7 +43,7 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			if memory < 16 || memory > 1<<20 {
 				return usageError{fmt.Errorf("--memory must be 16 to 1048576 MiB, found %d", memory)}
 			}
-			kind, err := chooseHCA(c.Context(), vm, binary)
+			kind, err := chooseHCA(c.Context(), vm, binary, migratable)
 			if err != nil {
 				return err
 			}
@@ -79,18 +79,29 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
 	c.Flags().BoolVar(&lines, "lines", false, "print one option per line, for reading")
 	c.Flags().StringVar(&binary, "qemu", "", whichQEMU)
+	c.Flags().BoolVar(&migratable, "migratable", false, whichMigrates)
 	return c
 }
 
 const whichQEMU = "print what this QEMU `binary` has, if it has the devices [the first qemu-system-x86_64 in PATH]"
 
+const whichMigrates = "print an HCA that migrates with the VM, and is saved with it: ivshmem-doorbell"
+
 // chooseHCA returns the kind of device for a VM's HCA: as the configuration wants it, or what a QEMU has, the generic
-// vhost-user device before ivshmem-doorbell. A binary that was named must have it.
-func chooseHCA(ctx context.Context, vm *config.VM, binary string) (kind string, err error) {
+// vhost-user device before ivshmem-doorbell, which alone is migratable. A binary that was named must have it.
+func chooseHCA(ctx context.Context, vm *config.VM, binary string, migratable bool) (kind string, err error) {
+	kind = vm.HCA
+	if migratable {
+		if kind == config.VhostUser {
+			return "", fmt.Errorf("the HCA of VM %q is configured as the generic vhost-user device, which does not migrate; set "+
+				"hca to %s or %s", vm.Name, config.Auto, config.Ivshmem)
+		}
+		kind = config.Ivshmem
+	}
 	named := binary != ""
 	if !named {
-		if vm.HCA != config.Auto {
-			return vm.HCA, nil
+		if kind != config.Auto {
+			return kind, nil
 		}
 		if binary, err = exec.LookPath("qemu-system-x86_64"); err != nil {
 			return config.VhostUser, nil
@@ -98,11 +109,11 @@ func chooseHCA(ctx context.Context, vm *config.VM, binary string) (kind string, 
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	switch vm.HCA {
+	switch kind {
 	case config.VhostUser:
-		return vm.HCA, qemu.Probe(ctx, binary)
+		return kind, qemu.Probe(ctx, binary)
 	case config.Ivshmem:
-		return vm.HCA, qemu.ProbeIvshmem(ctx, binary)
+		return kind, qemu.ProbeIvshmem(ctx, binary)
 	}
 	only, err := qemu.ProbeEither(ctx, binary)
 	switch {

@@ -54,6 +54,11 @@ func TestWhichDevice(t *testing.T) {
 		{"ivshmem", "both", "", "path=DIR/ivshmem.ivshmem|" + doorbell, ""},
 		{"ivshmem", "", "both", "path=DIR/ivshmem.ivshmem|" + doorbell, ""},
 		{"ivshmem", "", "old", "", "9.2 or newer"},
+		{"auto --migratable", "both", "", "path=DIR/auto.ivshmem|" + doorbell, ""},
+		{"auto --migratable", "", "both", "path=DIR/auto.ivshmem|" + doorbell, ""},
+		{"auto --migratable", "", "old", "", "9.2 or newer"},
+		{"ivshmem --migratable", "", "", "path=DIR/ivshmem.ivshmem|" + doorbell, ""},
+		{"vhost-user --migratable", "both", "", "", "set hca to auto or ivshmem"},
 	} {
 		for _, command := range []string{"qemu-args", "libvirt-xml"} {
 			t.Run(strings.Join([]string{command, x.vm, x.path, x.named}, " "), func(t *testing.T) {
@@ -61,7 +66,7 @@ func TestWhichDevice(t *testing.T) {
 				if x.path == "" {
 					t.Setenv("PATH", "/nonexistent")
 				}
-				line := []string{command, "-c", file, x.vm}
+				line := append([]string{command, "-c", file}, strings.Fields(x.vm)...)
 				if x.named != "" {
 					line = append(line, "--qemu", qemus[x.named])
 				}

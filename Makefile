@@ -86,7 +86,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHostApplications|TestHostConnections|TestHostStreams|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLabCommand|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestODPRelease|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMigrates|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHCAMigrates|TestHCAMigratesBesideRXE|TestHostApplications|TestHostConnections|TestHostStreams|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLabCommand|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestODPRelease|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSnapshot|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMigrates|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
 
 # Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md); and an upgrade from a commit
 # that has to be named.

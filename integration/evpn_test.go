@@ -132,8 +132,7 @@ func TestVMMoves(t *testing.T) {
 			calm = append(calm, fmt.Sprint(f.name, " ", f.longest(answers[k])))
 			answers[k] = f.answers()
 		}
-		moved, downtime := migrate(w.ctx, t, w.Lab, b, w.bridged(moves, h[to]))
-		b, ms[1] = moved, moved
+		downtime := beginMigration(w.ctx, t, w.Lab, b, w.bridged(moves, h[to]), fast).arrives(true)
 		for k, f := range flows {
 			f.goesOn("after the move to " + h[to].Name)
 			moving = append(moving, fmt.Sprint(f.name, " ", f.longest(answers[k])))

@@ -22,6 +22,7 @@ import (
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/lab"
 	"github.com/vnicd/vnicd/lab/harness"
+	"github.com/vnicd/vnicd/lab/wirefault"
 )
 
 var (
@@ -75,8 +76,15 @@ type stand struct {
 	// must last until vnicd is back.
 	rxe     bool
 	timeout int
+	pairs   int // queue pairs of the workload counters, if they are to be fewer than -outlive.pairs
 	nvmeEnd func() error
 	app     *harness.Process // of the first host; nil without that workload
+
+	at       [2]int          // the hosts on which the VMs are
+	moves    [2]lab.VM       // how the VMs are booted that may move to the other host
+	mover    int             // the one that moves
+	wire     *wirefault.Wire // between the hosts, where it may be cut
+	complete func()          // called once the VMs have all that they need, if not nil
 }
 
 // onTwoHosts: one host has a service manager, the other a keeper.
@@ -94,7 +102,7 @@ func betweenHosts(ctx context.Context, t *testing.T, l *lab.Lab, hca string) *st
 	va.HCA, vb.HCA = hca, hca
 	va.MemoryMiB = 3072 // more than q35 has below 4 GiB, so it has several regions, in one file
 	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), va, vb)
-	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, timeout: 14}
+	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, timeout: 14, at: [2]int{0, 1}}
 	s.client, s.server = w.load(ctx, t)
 	return s
 }
@@ -130,7 +138,7 @@ func besideRXE(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
 	vb := vmB
 	vb.NoHCA = true
 	w := makeTwoHosts(ctx, t, l, oneKeeper(t, l), vmA, vb)
-	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, rxe: true, timeout: 18}
+	s := &stand{Lab: l, hosts: []*lab.Host{w.a, w.b}, vms: w.vms, rxe: true, timeout: 18, at: [2]int{0, 1}}
 	check(t, lab.LoadModule(ctx, s.vms[0]))
 	check(t, harness.AddRXE(ctx, s.vms[1], "rxe0", "eth0"))
 	check(t, lab.WaitRDMA(ctx, s.vms[1], "rxe0"))
@@ -145,6 +153,7 @@ type event struct {
 	run   func(ctx context.Context, t *testing.T, s *stand, n int)
 	times *int
 	flaps bool // the links of the VMs' network cards may go down
+	awake bool // the VMs are not paused meanwhile
 }
 
 // victim is the host, and its VM, whose turn it is.
@@ -257,6 +266,9 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 	for _, m := range s.vms {
 		check(t, lab.InstallPrograms(ctx, m))
 	}
+	if s.complete != nil {
+		s.complete()
+	}
 	var ps []*guestProgram
 	var loads []workload
 	for _, name := range strings.Split(list, ",") {
@@ -295,7 +307,7 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 				before, r.Between, _ = work(ctx, t, ps, fmt.Sprintf("before %s %d", e.name, n))
 			}
 			began := time.Now()
-			if _, m := s.victim(n); e.name != "pause" && n >= *e.times-2 {
+			if _, m := s.victim(n); e.name != "pause" && !e.awake && n >= *e.times-2 {
 				check(t, m.QMP().Run(ctx, "stop", nil, nil))
 				e.run(ctx, t, s, n)
 				check(t, m.QMP().Run(ctx, "cont", nil, nil))
@@ -346,8 +358,8 @@ func outlive(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *st
 	}
 	// Objects are released, and new ones made, as if nothing had happened.
 	eventually(ctx, t, "no queue pairs remain", func() bool {
-		last := s.hosts[len(s.hosts)-1]
-		return rdmaQPs(ctx, t, s.hosts[0], "vm1") == 1 && (s.rxe || rdmaQPs(ctx, t, last, "vm2") == 1)
+		return rdmaQPs(ctx, t, s.hosts[s.at[0]], "vm1") == 1 &&
+			(s.rxe || rdmaQPs(ctx, t, s.hosts[s.at[1]], "vm2") == 1)
 	})
 	must[string](t)(lab.Pingpong(ctx, s.client, s.server, "ibv_rc_pingpong", "-c", "-n", "50"))
 	must[string](t)(lab.Pingpong(ctx, s.client, s.server, "ibv_ud_pingpong", "-s", "1024", "-n", "50"))

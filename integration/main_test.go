@@ -151,7 +151,8 @@ func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 		defer cancel()
 		for _, h := range hosts {
 			s, _ := h.CLI(ctx, "status")
-			t.Logf("host %s:\n%s\n%s", h.Name, s, tail(h.Log(), 4000))
+			c, _ := h.CLI(ctx, "connection", "show")
+			t.Logf("host %s:\n%s\n%s\n%s", h.Name, s, tail(c, 2000), tail(h.Log(), 4000))
 		}
 		for _, m := range *ms {
 			select {

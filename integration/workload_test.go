@@ -190,12 +190,16 @@ func perftestLoad(ctx context.Context, t *testing.T, s *stand) (ps []*guestProgr
 // All ends sleep between completions. The client of the first also measures the silence. Emulated guests with all
 // workloads may stand still for longer than the 1.8 s that a retransmission timeout of 14 gives, hence 18.
 func countersLoad(ctx context.Context, t *testing.T, s *stand) (ps []*guestProgram) {
+	n := *pairs
+	if s.pairs > 0 {
+		n = min(n, s.pairs)
+	}
 	for _, x := range []struct {
 		name           string
 		client, server lab.End
 		port           int
 		opts           string
-	}{{"counters", s.client, s.server, 18610, fmt.Sprint("-e -q ", *pairs)}, {"counters back", s.server, s.client, 18611,
+	}{{"counters", s.client, s.server, 18610, fmt.Sprint("-e -q ", n)}, {"counters back", s.server, s.client, 18611,
 		"-e -q 10"}} {
 		line := fmt.Sprintf("exec /host/counters -t 18 -p %d %s %%s %%d %%s", x.port, x.opts)
 		p := &guestProgram{name: x.name, vm: x.client.VM, ends: true,

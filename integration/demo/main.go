@@ -145,6 +145,12 @@ func (d *demo) guests(ctx context.Context) error {
 			return err
 		}
 	}
+	device, err := d.device(ctx)
+	if err != nil {
+		return err
+	}
+	step("QEMU has them behind its device of the kind %q (`hca: auto`)", device)
+	fmt.Fprintf(&d.summary, "HCA behind QEMU's device of the kind %q\n", device)
 	ping, err := d.vms[0].Run(ctx, "ping -c 3 -i 0.3 10.0.0.2")
 	if err != nil {
 		return err
@@ -158,6 +164,23 @@ func (d *demo) guests(ctx context.Context) error {
 	}
 	fmt.Fprintf(&d.summary, "ibv_devinfo in vm1\n%s", indent(info))
 	return nil
+}
+
+// device is the kind of QEMU's device behind which the HCAs are.
+func (d *demo) device(ctx context.Context) (string, error) {
+	status, err := d.a.Status(ctx)
+	if err != nil {
+		return "", err
+	}
+	vms, _ := status["vms"].([]any)
+	if len(vms) != 1 {
+		return "", fmt.Errorf("h1 has %d VMs, want 1", len(vms))
+	}
+	kind, _ := vms[0].(map[string]any)["hca_device"].(string)
+	if kind == "" {
+		return "", errors.New("no HCA is connected on h1")
+	}
+	return kind, nil
 }
 
 // result holds the output of the programs over one device.

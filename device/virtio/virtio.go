@@ -94,9 +94,10 @@ type StatusWatcher interface {
 // Continuer is implemented by devices that another process can continue, so that neither the driver nor anybody that
 // communicates with it notices the change (CO-1).
 type Continuer interface {
-	// Save returns the device's state, for Restore in another process; nil if there is none worth it. It is called when
-	// all queues are stopped; Disconnected follows. From then on the device must not change guest memory.
-	Save() ([]byte, error)
+	// Save returns the device's state, for Restore in another process; nil if there is none worth it, an error if it is
+	// longer than most bytes. It is called when all queues are stopped, and the device does not change guest memory
+	// until one starts again.
+	Save(most int) ([]byte, error)
 
 	// Restore continues the state that Save returned, possibly in another release: it is checked as if the driver had
 	// made it (CO-7). It is called after Connected, when the memory is there and the features are set, and before any

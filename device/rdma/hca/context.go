@@ -42,9 +42,9 @@ const (
 // errRunning: Save while the driver's commands are served.
 var errRunning = errors.New("hca: the command queue runs")
 
-// Save returns the context of a device whose queues are stopped; nil if it has no objects. It implements
-// virtio.Continuer.
-func (d *Device) Save() ([]byte, error) {
+// Save returns the context of a device whose queues are stopped; nil if it has no objects, an error if it is longer
+// than most bytes. It implements virtio.Continuer.
+func (d *Device) Save(most int) ([]byte, error) {
 	switch {
 	case d.commands != nil:
 		return nil, errRunning
@@ -62,14 +62,9 @@ func (d *Device) Save() ([]byte, error) {
 	if err := x.take(d); err != nil {
 		return nil, err
 	}
-	c := record.Writer()
-	if x.record(c, d); c.Err() != nil {
-		return nil, c.Err()
-	}
-	if n := len(c.Bytes()); n > maxContext {
-		return nil, fmt.Errorf("hca: a context of %d bytes, at most %d", n, maxContext)
-	}
-	return c.Bytes(), nil
+	c := record.Writer().AtMost(most)
+	x.record(c, d)
+	return c.Bytes(), c.End()
 }
 
 // any reports whether the driver has set up anything.

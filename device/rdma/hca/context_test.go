@@ -85,7 +85,7 @@ func furnished(tb testing.TB, loops int) (*world, *guest) {
 
 func saved(tb testing.TB, g *guest) []byte {
 	tb.Helper()
-	b, err := g.Save()
+	b, err := g.Save(maxContext)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -112,6 +112,20 @@ func TestContext(t *testing.T) {
 			t.Errorf("next protection domain %d, want %d", got, want)
 		}
 		x.dropTwin()
+	}
+}
+
+// A context that is longer than it may be is not made.
+func TestContextTooLong(t *testing.T) {
+	_, g := furnished(t, 1)
+	n := len(saved(t, g))
+	if b, err := g.Save(n); err != nil || len(b) != n {
+		t.Errorf("%d bytes of %d: %v", len(b), n, err)
+	}
+	for most := 1; most < n; most++ {
+		if _, err := g.Save(most); !errors.Is(err, record.ErrInvalid) {
+			t.Fatalf("at most %d of %d bytes: %v", most, n, err)
+		}
 	}
 }
 

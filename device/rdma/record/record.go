@@ -29,11 +29,26 @@ type Codec struct {
 	reading bool
 	version uint32
 	as      uint32 // the version to write; 0: the newest
+	most    int    // bytes to write; 0: any number
 	err     error
 }
 
 // Writer returns a Codec that writes.
 func Writer() *Codec { return &Codec{} }
+
+// AtMost makes a writer fail whose record gets longer than n > 0 bytes. It writes little more.
+func (c *Codec) AtMost(n int) *Codec {
+	c.most = n
+	return c
+}
+
+// full reports whether the record is too long, or something was wrong before.
+func (c *Codec) full() bool {
+	if len(c.b) > c.most {
+		c.Fail("more than %d bytes", c.most)
+	}
+	return c.err != nil
+}
 
 // AppendTo makes c a writer that appends to b, and returns it.
 func (c *Codec) AppendTo(b []byte) *Codec {
@@ -60,10 +75,13 @@ func (c *Codec) Fail(format string, args ...any) {
 	}
 }
 
-// End checks that everything was read.
+// End checks that everything was read, or that no more was written than may be.
 func (c *Codec) End() error {
-	if c.reading && len(c.b) > 0 {
+	switch {
+	case c.reading && len(c.b) > 0:
 		c.Fail("%d bytes too many", len(c.b))
+	case c.most > 0:
+		c.full()
 	}
 	return c.err
 }
@@ -107,6 +125,9 @@ func (c *Codec) Since(version uint32) bool { return c.version >= version }
 // Num is a number; it must fit into T. Negative numbers are not for records.
 func Num[T ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~int](c *Codec, p *T) {
 	if !c.reading {
+		if c.most > 0 && c.full() {
+			return
+		}
 		c.b = binary.AppendUvarint(c.b, uint64(*p))
 		return
 	}

@@ -25,7 +25,7 @@ type lasting struct {
 
 var _ virtio.Survivor = (*lasting)(nil)
 
-func (l *lasting) Save() (state []byte, err error) {
+func (l *lasting) Save(int) (state []byte, err error) {
 	l.locked(func() { state = bytes.Clone(l.config[:]) })
 	return state, nil
 }

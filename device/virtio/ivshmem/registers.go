@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 )
 
 // The mirror of guestdrv/linux/vnicd_ivshmem.h; a test compares both.
@@ -49,7 +51,7 @@ const (
 
 // barSize is the size of BAR 2: the registers, then the device's state while the VM does not run (state.go). What is
 // not used takes no memory.
-const barSize = 32 << 20
+const barSize = vhostuser.MaxTransfer
 
 var le = binary.LittleEndian
 

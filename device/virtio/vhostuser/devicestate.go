@@ -53,6 +53,10 @@ func (x StateTransfer) Append(b []byte) []byte {
 // transfer has begun.
 const StateNoFD = 1 << 8
 
+// MaxTransfer bounds a state that is transferred, in bytes. A guest can have it saved as often as it stops its network
+// card, so it is not for the largest.
+const MaxTransfer = 32 << 20
+
 // transferTime bounds how long a front end may take for a transfer.
 const transferTime = 20 * time.Second
 
@@ -93,7 +97,7 @@ func (se *session) beginTransfer(x StateTransfer, fd int) error {
 	}
 	var state []byte
 	if err == nil && !t.load {
-		state, err = se.dev.(virtio.Continuer).Save()
+		state, err = se.dev.(virtio.Continuer).Save(MaxTransfer)
 	}
 	if err != nil {
 		_ = f.Close()
@@ -118,9 +122,9 @@ func (se *session) standsStill() error {
 func (t *transfer) run(state []byte) {
 	defer close(t.done)
 	if t.load {
-		_, t.err = io.Copy(&t.data, io.LimitReader(t.file, maxContext+1))
-		if t.err == nil && t.data.Len() > maxContext {
-			t.err = fmt.Errorf("more than %d bytes", maxContext)
+		_, t.err = io.Copy(&t.data, io.LimitReader(t.file, MaxTransfer+1))
+		if t.err == nil && t.data.Len() > MaxTransfer {
+			t.err = fmt.Errorf("more than %d bytes", MaxTransfer)
 		}
 	} else {
 		_, t.err = t.file.Write(state)

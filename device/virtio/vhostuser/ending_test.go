@@ -53,8 +53,8 @@ func TestRefusedWhileEnding(t *testing.T) {
 // stateless is a device that another process continues, and has nothing to continue.
 type stateless struct{ *echo }
 
-func (stateless) Save() ([]byte, error) { return nil, nil }
-func (stateless) Restore([]byte) error  { return nil }
+func (stateless) Save(int) ([]byte, error) { return nil, nil }
+func (stateless) Restore([]byte) error     { return nil }
 
 // An orderly end at any step of a message, also of GET_MEMORY, whose reply has descriptors: the front end gets one
 // reply to each, from this process or the next.

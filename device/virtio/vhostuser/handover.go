@@ -88,7 +88,7 @@ func (se *session) handOver() {
 	stopped := sinceBoot()
 	se.stopAll()
 	s.Running = nil // the device's end follows
-	state, err := dev.Save()
+	state, err := dev.Save(maxContext)
 	var h *handed
 	if err == nil {
 		h, err = se.handed(state)

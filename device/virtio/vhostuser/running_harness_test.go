@@ -69,7 +69,7 @@ func (l *lasting) Disconnected() {
 	l.echo.Disconnected()
 }
 
-func (l *lasting) Save() ([]byte, error) { return bytes.Clone(l.config[:]), nil }
+func (l *lasting) Save(int) ([]byte, error) { return bytes.Clone(l.config[:]), nil }
 
 func (l *lasting) Restore(state []byte) error {
 	l.note("restore")

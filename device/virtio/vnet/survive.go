@@ -20,7 +20,7 @@ import (
 var journalContent = []byte("vnet 1\n")
 
 // Save implements virtio.Continuer: there is no state.
-func (d *Device) Save() ([]byte, error) { return nil, nil }
+func (d *Device) Save(int) ([]byte, error) { return nil, nil }
 
 // Restore implements virtio.Continuer.
 func (d *Device) Restore(state []byte) error {

@@ -240,6 +240,33 @@ func TestStateOfRunningDevice(t *testing.T) {
 	}
 }
 
+// newLogFile makes the file of a log of that many bytes.
+func newLogFile(t *testing.T, size uint64) int {
+	t.Helper()
+	file, err := unix.MemfdCreate("log", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err == nil {
+		err = unix.Ftruncate(file, int64(size))
+	}
+	if err == nil {
+		_, err = unix.FcntlInt(uintptr(file), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Close(file) })
+	return file
+}
+
+// isMarked reports whether a log says that a page was written to.
+func isMarked(t *testing.T, file int, pa uint64) bool {
+	t.Helper()
+	b := make([]byte, 1)
+	if _, err := unix.Pread(file, b, int64(pa/4096/8)); err != nil {
+		t.Fatal(err)
+	}
+	return b[0]>>(pa/4096%8)&1 != 0
+}
+
 // While the front end of the network card wants a log, the device's writes are logged, and so is its state in BAR 2.
 func TestStateLogged(t *testing.T) {
 	h := newHost(t)
@@ -254,24 +281,8 @@ func TestStateLogged(t *testing.T) {
 	h.s.AddMemory(vhostuser.Region{GuestPA: barPA, Size: barSize, UserAddr: 0x7e0000000000}, fd)
 
 	base := vhostuser.LogBase{Size: (barPA + barSize) / 4096 / 8}
-	file, err := unix.MemfdCreate("log", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err == nil {
-		err = unix.Ftruncate(file, int64(base.Size))
-	}
-	if err == nil {
-		_, err = unix.FcntlInt(uintptr(file), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Close(file)
-	marked := func(pa uint64) bool {
-		b := make([]byte, 1)
-		if _, err := unix.Pread(file, b, int64(pa/4096/8)); err != nil {
-			t.Fatal(err)
-		}
-		return b[0]>>(pa/4096%8)&1 != 0
-	}
+	file := newLogFile(t, base.Size)
+	marked := func(pa uint64) bool { return isMarked(t, file, pa) }
 	h.s.Log(base, file)
 	h.works()
 	q := h.dev.queue(0)
@@ -303,6 +314,41 @@ func TestStateLogged(t *testing.T) {
 	if l := h.s.writes; l != nil {
 		t.Error("there is a log")
 	}
+}
+
+// A process that ends while the device's writes are logged: the next one logs what it writes, and says that anything
+// may have been written before. A keeper has the log once, as the network card's.
+func TestLogContinues(t *testing.T) {
+	twice(t, func(t *testing.T, killed bool) {
+		p := newProcess(t)
+		p.s.Run(true)
+		x := p.addMemory(0)
+		g := p.attach()
+		g.start(1 << 12)
+		base := vhostuser.LogBase{Size: 4096}
+		file := newLogFile(t, base.Size)
+		if err := p.k.Keep("net/one/log", file); err != nil {
+			t.Fatal(err)
+		}
+		p.s.Log(base, file)
+		p.works(g)
+		next := p.next(killed, &lasting{device: &device{}})
+		eventually(t, "the device goes on", next.runs)
+		p.shareAgain(next, x)
+		next.s.Run(true)
+		next.works(g)
+		for _, want := range []bool{true, false} {
+			if _, err := unix.Pwrite(file, make([]byte, base.Size), 0); err != nil {
+				t.Fatal(err)
+			}
+			next.s.Log(base, file)
+			next.works(g)
+			next.s.Log(vhostuser.LogBase{}, -1)
+			if got := isMarked(t, file, 0x9000); got != want {
+				t.Errorf("a page that may have been written by the last process is marked: %v, want %v", got, want)
+			}
+		}
+	})
 }
 
 // A state that is too long for BAR 2 stays where it is, as that of a BAR 2 of an older vnicd does.

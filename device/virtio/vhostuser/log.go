@@ -222,8 +222,10 @@ func (se *session) setLogBase(m *Message) ([]byte, error) {
 		se.dirty.close()
 	}
 	se.dirty = next
-	se.kept.forget(se.kept.writeLog())
-	se.kept.keep(se.kept.writeLog(), next.fd)
+	if !se.kept.inner { // a keeper has no file twice, and this is the one of the VM's network card
+		se.kept.forget(se.kept.writeLog())
+		se.kept.keep(se.kept.writeLog(), next.fd)
+	}
 	if se.logs {
 		if err := se.startLog(!logged); err != nil {
 			return nil, err
@@ -258,7 +260,8 @@ func (se *session) startLog(all bool) error {
 		se.log.Error("connection ends", "reason", err)
 		se.t.Stop()
 	})
-	if err == nil && all {
+	if err == nil && (all || se.unlogged) {
+		se.unlogged = false
 		err = translate.Guard(func() error {
 			for _, r := range se.regions {
 				d.markRange(r.GuestPA, r.Size)
@@ -297,8 +300,13 @@ func (se *session) closeLog() {
 	}
 }
 
-// adoptLog continues the previous process's log. The memory is known, and no ring runs.
+// adoptLog continues the previous process's log. The memory is known, and no ring runs. A front end within this process
+// names the log again, and until then nobody takes note of what is written.
 func (se *session) adoptLog(s *keptState, kept Kept) error {
+	if se.kept.inner {
+		se.logs, se.unlogged = s.Logging, s.Logging
+		return nil
+	}
 	fd, ok := kept.Take(se.kept.writeLog())
 	se.logs = s.Logging
 	switch {

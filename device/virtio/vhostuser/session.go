@@ -43,6 +43,7 @@ type session struct {
 
 	dirty    *dirtyLog // as SET_LOG_BASE has named it; nil: none
 	logs     bool      // the front end wants the device's writes to be logged
+	unlogged bool      // it did, and some may not be
 	transfer *transfer // of the device's state; nil: none
 
 	backend backend

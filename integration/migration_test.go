@@ -126,15 +126,15 @@ var moves = flag.Int("migrations", 4,
 // on the way, or the hosts cannot reach each other for two seconds.
 func TestHCAMigrates(t *testing.T) { migrations(t, serverMoves, *chosen) }
 
-// TestHCAMigratesBesideRXE: the same, with Linux rxe in the VM that stays. odpstress, which rxe's losses do not slow down
-// as others, would leave emulated processors no time for the rest.
+// TestHCAMigratesBesideRXE: the same, with Linux rxe in the VM that stays. odpstress, which rxe's losses do not slow
+// down as others, would leave emulated processors no time for the rest.
 func TestHCAMigratesBesideRXE(t *testing.T) {
 	migrations(t, clientMoves, strings.ReplaceAll(*chosen, "odp,", ""))
 }
 
-func migrations(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *stand, list string) {
+func migrations(t *testing.T, place func(context.Context, *testing.T, *lab.Lab) *stand, workloads string) {
 	some := (*moves + 3) / 4
-	outlive(t, place, list, event{name: "migration", run: migrate, times: moves},
+	outlive(t, place, workloads, event{name: "migration", run: migrate, times: moves},
 		event{name: "cancelled migration", run: cancelMigration, times: &some, awake: true},
 		event{name: "migration to a QEMU that ends", run: endDestination, times: &some, awake: true},
 		event{name: "migration that is taken back", run: takeBack, times: &some, awake: true},
@@ -277,12 +277,13 @@ func takeBack(ctx context.Context, t *testing.T, s *stand, n int) {
 	check(t, g.m.QMP().Run(ctx, "cont", nil, nil))
 }
 
-// killInMigration kills the vnicd of the source, or of the destination.
+// killInMigration kills the vnicd of the source, and that of the destination.
 func killInMigration(ctx context.Context, t *testing.T, s *stand, n int) {
 	g := s.begin(ctx, t, slow)
-	g.copies()
-	host := (s.at[s.mover] + n) % 2
-	kill(ctx, t, &stand{hosts: s.hosts[host : host+1], vms: s.vms[:1]}, 0)
+	for i := range s.hosts {
+		g.copies()
+		kill(ctx, t, s, s.at[s.mover]+i)
+	}
 	g.copies()
 	g.hurries()
 	s.arrive(t, g, n)

@@ -161,6 +161,34 @@ func (l *loader) read(path string, f io.Reader) {
 	}
 }
 
+// readRegular reads a regular file of at most most bytes, which messages call what. allowed returns why its permission
+// bits are refused, or nil.
+func readRegular(what, path string, most int64, allowed func(fs.FileMode) error) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0) // a FIFO would block
+	if err != nil {
+		return nil, fmt.Errorf("cannot read %s: %w", what, err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("cannot read %s: %w", what, err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s must be a regular file, found %v", path, st.Mode())
+	}
+	if err := allowed(st.Mode().Perm()); err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(io.LimitReader(f, most+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("cannot read %s: %w", what, err)
+	case int64(len(b)) > most:
+		return nil, fmt.Errorf("%s must have at most %d bytes, found more", path, most)
+	}
+	return b, nil
+}
+
 // writers are those who may write to a file, besides root: its owner, and by its mode (permission bits for writing)
 // its group and others.
 type writers struct {

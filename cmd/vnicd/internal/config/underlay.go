@@ -2,12 +2,10 @@ package config
 
 import (
 	"fmt"
-	"io"
+	"io/fs"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"go.yaml.in/yaml/v3"
@@ -131,25 +129,15 @@ func readSecret(path string) (s wireguard.Secret, err error) {
 	if !filepath.IsAbs(path) {
 		return s, fmt.Errorf("want an absolute path, found %q", path)
 	}
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK|syscall.O_NOCTTY, 0) // a FIFO would block
+	b, err := readRegular("the key", path, 256, func(m fs.FileMode) error {
+		if m&0o077 != 0 {
+			return fmt.Errorf("others than its owner can read %s (mode %#o): chmod 600 it, and make a new key if they may have "+
+				"read it", path, m)
+		}
+		return nil
+	})
 	if err != nil {
-		return s, fmt.Errorf("cannot read the key: %w", err)
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return s, fmt.Errorf("cannot read the key: %w", err)
-	}
-	if !st.Mode().IsRegular() {
-		return s, fmt.Errorf("%s must be a regular file, found %v", path, st.Mode())
-	}
-	if m := st.Mode().Perm(); m&0o077 != 0 {
-		return s, fmt.Errorf("others than its owner can read %s (mode %#o): chmod 600 it, and make a new key if they may have "+
-			"read it", path, m)
-	}
-	b, err := io.ReadAll(io.LimitReader(f, 256))
-	if err != nil {
-		return s, fmt.Errorf("cannot read the key: %w", err)
+		return s, err
 	}
 	if s, err = wireguard.ParseSecret(strings.TrimSpace(string(b))); err != nil {
 		return s, fmt.Errorf("%s has no key: %w", path, err)

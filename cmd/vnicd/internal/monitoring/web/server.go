@@ -22,7 +22,6 @@ import (
 
 	"github.com/hashicorp/go-hclog"
 	"github.com/prometheus/common/expfmt"
-	"golang.org/x/net/netutil"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
@@ -30,7 +29,7 @@ import (
 
 // Bounds of the clients' cost.
 const (
-	maxClients = 64              // connections; further ones wait in the listener's backlog
+	maxClients = 64              // connections; a further one needs the place of one of them, see places
 	slotTime   = 2 * time.Second // to wait while others are served
 	writeTime  = 2 * time.Minute
 	idleTime   = 10 * time.Second // of a connection, which keeps one of maxClients places
@@ -87,7 +86,9 @@ func errorLog(l hclog.Logger) *log.Logger {
 // Serve serves until Close, and then returns nil, or until a slot breaks: the daemon has ended, or ends this process.
 func (s *Server) Serve(l net.Listener) error {
 	served := make(chan error, 1)
-	go func() { served <- s.srv.Serve(netutil.LimitListener(l, maxClients)) }()
+	p := newPlaces(l, maxClients)
+	s.srv.ConnState = p.state
+	go func() { served <- s.srv.Serve(p) }()
 	var err error
 	select {
 	case err = <-served:

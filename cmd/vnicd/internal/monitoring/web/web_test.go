@@ -28,6 +28,8 @@ type stage struct {
 	client http.Client
 	slots  []net.Conn // the daemon's ends
 	served chan error
+	srv    *Server
+	path   string // of the listening socket
 	// instead, if set, is called for a question, after which the daemon's side of the slot ends.
 	instead func(*query.Query)
 }
@@ -52,6 +54,7 @@ func newStage(t *testing.T, cfg Config, answer func(*query.Query, *query.Writer)
 	if err != nil {
 		t.Fatal(err)
 	}
+	s.srv, s.path = srv, path
 	go func() { s.served <- srv.Serve(l) }()
 	t.Cleanup(func() {
 		srv.Close()

@@ -22,6 +22,18 @@ func (a *app) load() (*config.Config, error) {
 	return c, nil
 }
 
+// loadAll is load, and checks the other files that the configuration names, too.
+func (a *app) loadAll() (*config.Config, error) {
+	c, err := a.load()
+	if err != nil {
+		return nil, err
+	}
+	if err := c.CheckFiles(); err != nil {
+		return nil, usageError{err}
+	}
+	return c, nil
+}
+
 // checked is the JSON of check.
 type checked struct {
 	Files        []string        `json:"files"` // that were read: the main file and its fragments
@@ -81,14 +93,14 @@ func (a *app) checkCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check",
 		Short: "Check the configuration",
-		Long: `Reads the configuration file and its fragments, and reports every mistake with its file
-and line. Without mistakes it prints what there is, and which values override those of an
-earlier file. Exit status: 0 no mistakes, 2 mistakes.
+		Long: `Reads the configuration file and its fragments, and then the files that they name, and
+reports every mistake with its file and line. Without mistakes it prints what there is,
+and which values override those of an earlier file. Exit status: 0 no mistakes, 2 mistakes.
 
 ` + fragmentsHelp,
 		Args: args(cobra.NoArgs),
 		RunE: func(*cobra.Command, []string) error {
-			c, err := a.load()
+			c, err := a.loadAll()
 			if a.json {
 				return a.checkJSON(c, err)
 			}

@@ -57,3 +57,40 @@ func TestCheckJSON(t *testing.T) {
 	}
 	check(exitUsage, got)
 }
+
+// The file of monitoring.web-config is checked with the rest.
+func TestCheckWebConfig(t *testing.T) {
+	dir := t.TempDir()
+	main, web := filepath.Join(dir, "vnicd.yaml"), filepath.Join(dir, "web.yml")
+	text := "networks: []\nmonitoring: {listen: /run/m, web-config: " + web + "}\n"
+	if err := os.WriteFile(main, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	for text, want := range map[string]checkMistake{
+		"http_server_config: {http2: false}\n":                   {},
+		"http_server_config: {}\nbasic_auth_users: {alice: x}\n": {checkPlace{web, 2, "basic_auth_users.alice"}, "bcrypt"},
+		"": {checkPlace{main, 2, "monitoring.web-config"}, web + " is empty"},
+	} {
+		if err := os.WriteFile(web, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var out, errText strings.Builder
+		status := Main("test", []string{"check", "-j", "-c", main}, &out, &errText)
+		var got checked
+		if err := json.Unmarshal([]byte(out.String()), &got); err != nil {
+			t.Fatalf("%v: %s %s", err, out.String(), errText.String())
+		}
+		switch {
+		case want == (checkMistake{}):
+			if status != 0 || len(got.Mistakes) != 0 {
+				t.Errorf("%q: status %d, %+v", text, status, got)
+			}
+		case status != exitUsage || len(got.Mistakes) != 1 || got.Mistakes[0].checkPlace != want.checkPlace ||
+			!strings.Contains(got.Mistakes[0].Message, want.Message):
+			t.Errorf("%q: status %d, %+v, want %+v", text, status, got, want)
+		}
+		if status := Main("test", []string{"check", "-c", main}, &out, &errText); (status == 0) != (want == checkMistake{}) {
+			t.Errorf("%q: status %d", text, status)
+		}
+	}
+}

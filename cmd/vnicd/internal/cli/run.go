@@ -46,7 +46,7 @@ previous one runs again.`,
 			if keep {
 				return a.keep(level, jsonLog)
 			}
-			cfg, err := a.load()
+			cfg, err := a.loadAll()
 			if err != nil {
 				return err
 			}
@@ -156,7 +156,8 @@ prints the changes: networks and VMs that are added or removed, VMs that move, p
 ports, keys and peers of WireGuard, the log level. VMs that are attached to a QEMU keep
 running; only their network can change. A file with mistakes changes nothing, and neither
 does one with a change that needs a restart (engines, buffers, vtep, sockets, monitoring,
-a network's vni and limits).
+a network's vni and limits). The file that monitoring.web-config names is checked; vnicd
+reads its changes by itself.
 Objects that were added at run time remain; once a file has them, they go with it.
 
 ` + whichSocket,

@@ -45,7 +45,7 @@ keeper. The command needs the rights to do so: root, or, with a keeper, its user
 configuration has another control socket now, name that of the running daemon by --control.`,
 		Args: args(cobra.NoArgs),
 		RunE: func(c *cobra.Command, _ []string) error {
-			cfg, err := a.load()
+			cfg, err := a.loadAll()
 			if err != nil {
 				return err
 			}

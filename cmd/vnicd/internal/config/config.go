@@ -138,6 +138,8 @@ type Monitoring struct {
 	PProf bool
 	// Page serves the web page too.
 	Page bool
+	// WebConfig is the absolute path of a file with TLS and passwords, which LoadWeb reads. "": plain HTTP for everybody.
+	WebConfig string
 }
 
 // MemoryPressure is the watch on the host's memory.

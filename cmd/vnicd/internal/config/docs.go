@@ -46,6 +46,7 @@ var Sections = []Section{
 		{"monitoring.names", "host names, without port, by which clients may address this server, such as the name in a scrape configuration. IP addresses, localhost and the name in `listen` need no entry; requests with other names (`Host`) are answered with 421 [none]"},
 		{"monitoring.pprof", "serve Go's profiles there too [false]"},
 		{"monitoring.page", "serve the web page there too [false]"},
+		{"monitoring.web-config", "absolute path of a file with TLS, client certificates and passwords for this server, in the format of Prometheus' exporters ([details](#tls-and-passwords)) [none: plain HTTP, without authentication]"},
 		{"log-level", "trace, debug, info, warn, error [info]"},
 	}},
 	{"Tunnels and EVPN", []KeyDoc{

@@ -130,6 +130,14 @@ func (p *parser) monitoringKeys(m *Monitoring) object {
 		}),
 		"pprof": p.boolean("monitoring pprof", &m.PProf),
 		"page":  p.boolean("monitoring page", &m.Page),
+		"web-config": {func(n *yaml.Node) {
+			s, ok := p.scalar(n, "monitoring web-config")
+			if ok && !filepath.IsAbs(s) {
+				p.fail(n, "monitoring web-config must be an absolute path, found %q", s)
+				return
+			}
+			m.WebConfig = s
+		}, anyPath},
 	}}
 }
 

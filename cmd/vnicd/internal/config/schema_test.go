@@ -258,6 +258,7 @@ func textSamples(dir string) map[string]samples {
 		"memory-pressure.limit": parts,
 		"monitoring.listen": {[]string{`"127.0.0.1:9469"`, `"[::1]:80"`, "/run/x"},
 			[]string{"9469", "localhost", "run/x"}},
+		"monitoring.web-config":     {paths.good, []string{"run/x"}},
 		"monitoring.names":          {[]string{"[a.example, b]", "[]", ""}, []string{`["a:80"]`, "a.example", "[-]"}},
 		"vtep.local":                address,
 		"vtep.dscp":                 {[]string{"ef", "af31", "cs7", "be", "0", "63"}, []string{"af99", "64", "-1", "EF1"}},

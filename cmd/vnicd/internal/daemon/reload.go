@@ -29,6 +29,9 @@ func (d *Daemon) Reload() ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := next.CheckFiles(); err != nil {
+		return nil, err
+	}
 	d.mu.RLock()
 	steps, err := d.plan(next)
 	d.mu.RUnlock()

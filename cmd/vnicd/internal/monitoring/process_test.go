@@ -183,7 +183,7 @@ func children(t *testing.T, of int) (out []int) {
 func fakeStage(t *testing.T, src Source, kind string) (*stage, *testlog.Log) {
 	t.Helper()
 	path, log := filepath.Join(t.TempDir(), "mon"), &testlog.Log{}
-	srv, err := serve(config.Monitoring{Listen: path}, src, newSpawner(t), kind,
+	srv, err := serve(config.Monitoring{Listen: path}, src, newSpawner(t), kind, time.Hour,
 		hclog.New(&hclog.LoggerOptions{Output: log}))
 	if err != nil {
 		t.Fatal(err)

@@ -1,8 +1,9 @@
 // Package monitoring serves a running daemon's state to monitoring systems: Prometheus metrics, a health check and, if
-// enabled, Go's profiles and a web page. It is read-only. Any client that reaches the address may read all of it.
+// enabled, Go's profiles and a web page. It is read-only. Any client that reaches the address, and has a password or a
+// certificate if the rules of package access demand one, may read all of it.
 //
 // HTTP is spoken by package web, in a process of its own without rights, which gets what it serves by the few questions
-// of package query. This package opens the listening socket and answers the questions.
+// of package query. This package opens the listening socket, answers the questions, and reads the files with the rules.
 package monitoring
 
 import (
@@ -13,6 +14,8 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
+	"time"
 
 	"github.com/hashicorp/go-hclog"
 	"github.com/prometheus/client_golang/prometheus"
@@ -20,6 +23,7 @@ import (
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/access"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/web"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
@@ -39,10 +43,14 @@ type Source interface {
 type Server struct {
 	listener net.Listener // whose descriptor each process gets; nobody accepts here
 	files    []*os.File   // of listener
-	config   []byte       // what each process knows of the configuration
 	answers  *answers
-	sampler  *sampler // nil without the page
+	sampler  *sampler  // nil without the page
+	rules    *ruleFile // nil without a file
 	process  *worker.Supervisor
+
+	mu     sync.Mutex
+	config web.Config   // what each process knows of the configuration
+	conn   *worker.Conn // of the process that serves; nil: none
 
 	ctx    context.Context // of all answers
 	cancel context.CancelFunc
@@ -55,14 +63,14 @@ func Serve(cfg config.Monitoring, src Source, processes *worker.Spawner, log hcl
 	if cfg.Listen == "" {
 		return nil, nil
 	}
-	return serve(cfg, src, processes, web.Kind.Name, log)
+	return serve(cfg, src, processes, web.Kind.Name, rulePause, log)
 }
 
-// serve serves by processes of a kind; tests have others than web.Kind.
-func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind string, log hclog.Logger) (*Server,
-	error) {
-	s := &Server{}
-	if err := s.listen(cfg); err != nil {
+// serve serves by processes of a kind, and looks at the file of rules after each pause; tests have others.
+func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind string, pause time.Duration,
+	log hclog.Logger) (*Server, error) {
+	s := &Server{config: webConfig(cfg)}
+	if err := s.open(cfg, log); err != nil {
 		return nil, fmt.Errorf("monitoring: %w", err)
 	}
 	if cfg.Page {
@@ -73,15 +81,20 @@ func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind st
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.process = processes.Supervise(worker.Config{Kind: kind, Log: log, Files: s.files, Streams: len(kinds),
 		Serve: s.talk})
-	log.Info("serving metrics", "listen", cfg.Listen, "pprof", cfg.PProf, "page", cfg.Page)
+	log.Info("serving metrics", "listen", cfg.Listen, "pprof", cfg.PProf, "page", cfg.Page,
+		"tls", s.config.Rules.TLS != nil, "passwords", len(s.config.Rules.Users) > 0)
+	if s.rules != nil {
+		s.rules.watch(pause)
+	}
 	return s, nil
 }
 
 // talk answers one process, until it ends or does what it must not.
 func (s *Server) talk(ctx context.Context, c *worker.Conn) error {
-	if err := c.Send(s.config); err != nil {
+	if err := s.begin(c); err != nil {
 		return err
 	}
+	defer s.end()
 	answering, cancel := context.WithCancel(s.ctx)
 	defer func() {
 		if ctx.Err() == nil {
@@ -106,10 +119,53 @@ func (s *Server) talk(ctx context.Context, c *worker.Conn) error {
 	}
 }
 
+// begin tells a process the configuration, and has it told of each change.
+func (s *Server) begin(c *worker.Conn) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	text, err := json.Marshal(s.config)
+	if err != nil {
+		return err
+	}
+	if err := c.Send(text); err != nil {
+		return err
+	}
+	s.conn = c
+	return nil
+}
+
+// end is the end of the process.
+func (s *Server) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conn = nil
+}
+
+// setRules replaces the rules of access, for the process that serves and those that follow.
+func (s *Server) setRules(r *access.Rules) error {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	if len(text) > web.MaxRules {
+		return fmt.Errorf("%d bytes of rules, at most %d", len(text), web.MaxRules)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.config.Rules = *r
+	if s.conn != nil && s.conn.Send(text) != nil {
+		_ = s.conn.Close() // the process has ended or is stuck; the next one gets the whole configuration
+	}
+	return nil
+}
+
 // Close ends the server; responses in progress get two seconds.
 func (s *Server) Close() {
 	if s == nil {
 		return
+	}
+	if s.rules != nil {
+		s.rules.close()
 	}
 	s.process.Close()
 	s.cancel()
@@ -128,14 +184,26 @@ func (s *Server) close() {
 	_ = s.listener.Close()
 }
 
-// listen makes the listening socket; if the address is a path, for the group.
-func (s *Server) listen(cfg config.Monitoring) (err error) {
-	if s.config, err = json.Marshal(webConfig(cfg)); err != nil {
+// open reads the rules of access and makes the listening socket.
+func (s *Server) open(cfg config.Monitoring, log hclog.Logger) error {
+	if cfg.WebConfig != "" {
+		s.rules = newRuleFile(cfg.WebConfig, cfg.Listen, s.setRules, log)
+		if err := s.rules.first(); err != nil {
+			return err
+		}
+	}
+	text, err := json.Marshal(s.config)
+	if err != nil {
 		return err
 	}
-	if len(s.config) > web.MaxConfig {
-		return fmt.Errorf("%d bytes of configuration, at most %d: give it fewer `names`", len(s.config), web.MaxConfig)
+	if len(text) > web.MaxConfig {
+		return fmt.Errorf("%d bytes of configuration, at most %d: give it fewer `names`", len(text), web.MaxConfig)
 	}
+	return s.listen(cfg)
+}
+
+// listen makes the listening socket; if the address is a path, for the group.
+func (s *Server) listen(cfg config.Monitoring) (err error) {
 	if filepath.IsAbs(cfg.Listen) {
 		s.listener, err = daemon.ListenUnix(cfg.Listen, cfg.Group)
 	} else {

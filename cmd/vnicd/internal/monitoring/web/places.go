@@ -1,18 +1,22 @@
 package web
 
 import (
+	"crypto/tls"
 	"net"
 	"net/http"
 	"sync"
 )
 
 // places is a listener with a number of places for connections. When all are taken, a new connection gets the place of
-// the one that has been without a request for the longest time: before its first request or since the last response.
-// That one is closed, so clients that do nothing keep nobody away. While all connections have a request in progress,
-// the new one waits.
+// the one that has been without a request for the longest time: before its first request, the handshake of TLS
+// included, or since the last response. That one is closed, so clients that do nothing keep nobody away. While all
+// connections have a request in progress, the new one waits.
+//
+// New connections have TLS if there is a configuration for it.
 type places struct {
 	net.Listener
 	most int
+	tls  func() *tls.Config
 
 	mu     sync.Mutex
 	closed bool
@@ -23,20 +27,21 @@ type places struct {
 
 // place is that of a connection.
 type place struct {
-	busy bool // with a request
+	raw  net.Conn // below TLS
+	busy bool     // with a request
 	// since orders the places that are not busy by the time from which they are not.
 	since uint64
 }
 
-func newPlaces(l net.Listener, most int) *places {
-	p := &places{Listener: l, most: most, taken: map[net.Conn]*place{}}
+func newPlaces(l net.Listener, most int, config func() *tls.Config) *places {
+	p := &places{Listener: l, most: most, tls: config, taken: map[net.Conn]*place{}}
 	p.freed.L = &p.mu
 	return p
 }
 
 // Accept implements net.Listener.
 func (p *places) Accept() (net.Conn, error) {
-	c, err := p.Listener.Accept()
+	raw, err := p.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
@@ -44,12 +49,16 @@ func (p *places) Accept() (net.Conn, error) {
 	defer p.mu.Unlock()
 	for len(p.taken) >= p.most && !p.evictLocked() {
 		if p.closed {
-			_ = c.Close()
+			_ = raw.Close()
 			return nil, net.ErrClosed
 		}
 		p.freed.Wait()
 	}
-	p.taken[c] = &place{since: p.nextLocked()}
+	c := raw
+	if config := p.tls(); config != nil {
+		c = tls.Server(raw, config)
+	}
+	p.taken[c] = &place{raw: raw, since: p.nextLocked()}
 	return c, nil
 }
 
@@ -64,7 +73,7 @@ func (p *places) evictLocked() bool {
 	if oldest == nil {
 		return false
 	}
-	_ = oldest.Close()
+	_ = p.taken[oldest].raw.Close() // not oldest, which would wait to tell the other side
 	delete(p.taken, oldest)
 	return true
 }

@@ -1,6 +1,7 @@
 package web
 
 import (
+	"crypto/tls"
 	"io"
 	"net"
 	"net/http"
@@ -8,11 +9,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
+	"github.com/vnicd/vnicd/device/testutil/testca"
 )
 
-// silent opens connections that send text and then nothing. The server may close them.
-func (s *stage) silent(n int, text string) {
+// silent opens connections that send text and then nothing; within TLS, if there is a configuration for it. The server
+// may close them.
+func (s *stage) silent(n int, text string, config *tls.Config) {
 	s.t.Helper()
 	for range n {
 		c, err := net.Dial("unix", s.path)
@@ -20,26 +22,60 @@ func (s *stage) silent(n int, text string) {
 			s.t.Fatal(err)
 		}
 		s.t.Cleanup(func() { _ = c.Close() })
+		if config != nil {
+			secure := tls.Client(c, config)
+			if err := secure.Handshake(); err != nil {
+				s.t.Fatal(err)
+			}
+			c = secure
+		}
 		if _, err := io.WriteString(c, text); err != nil {
 			s.t.Fatal(err)
 		}
 	}
 }
 
-// TestSilentClients: clients that send no request or only a part of one, or keep a connection after a response, keep
-// nobody away, however many they are.
+// patient makes a server end no connection by itself.
+func patient(s *http.Server) {
+	s.ReadHeaderTimeout, s.ReadTimeout, s.IdleTimeout, s.WriteTimeout = time.Hour, time.Hour, time.Hour, time.Hour
+}
+
+// TestSilentClients: clients that begin no handshake, do not finish it, send no request or only a part of one, or keep
+// a connection after a response, keep nobody away, however many they are.
 func TestSilentClients(t *testing.T) {
-	for name, text := range map[string]string{"nothing": "", "half a request": "GET /healthz HTTP/1.1\r\nHost: local",
-		"a request": "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"} {
+	ca := testca.New(t)
+	for name, x := range map[string]struct {
+		secure bool
+		text   string
+		within *tls.Config // the text is sent within TLS
+	}{
+		"nothing":                {true, "", nil},
+		"the handshake's header": {true, "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", nil},
+		"no request":             {true, "", ca.Client(t, "vnicd.example", nil)},
+		"half a request":         {true, "GET /healthz HTTP/1.1\r\nHost: local", ca.Client(t, "vnicd.example", nil)},
+		"a request": {true, "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+			ca.Client(t, "vnicd.example", nil)},
+		"nothing without TLS": {false, "", nil},
+		"half without TLS":    {false, "GET /healthz HTTP/1.1\r\nHost: local", nil},
+	} {
 		t.Run(name, func(t *testing.T) {
-			s := newStage(t, Config{}, func(_ *query.Query, _ *query.Writer) error { return nil })
-			// Sooner than the server would end a connection by itself.
-			s.client.Timeout = 4 * time.Second
+			cfg := Config{}
+			if x.secure {
+				cfg.Rules = rulesFor(t, ca)
+			}
+			s := startStage(t, cfg, answerYes, patient)
+			client, url := &s.client, "http://localhost/healthz"
+			if x.secure {
+				client, url = s.over(ca.Client(t, "vnicd.example", nil)), "https://localhost/healthz"
+			}
+			client.Timeout = time.Minute
 			for range 5 {
-				s.silent(maxClients, text)
-				if resp, _, err := s.get("/healthz"); err != nil || resp.StatusCode != http.StatusOK {
-					t.Errorf("%v, %+v", err, resp)
+				s.silent(maxClients, x.text, x.within)
+				resp, text, err := fetch(t, client, url, nil)
+				if err != nil || resp.StatusCode != http.StatusOK || text != "yes" {
+					t.Errorf("%v, %+v, %q", err, resp, text)
 				}
+				client.CloseIdleConnections()
 			}
 		})
 	}
@@ -48,7 +84,7 @@ func TestSilentClients(t *testing.T) {
 // TestBusyClients: connections with a request in progress keep their places; a further one waits for one of them.
 func TestBusyClients(t *testing.T) {
 	l := &fakeListener{conns: make(chan net.Conn, 3), closed: make(chan struct{})}
-	p := newPlaces(l, 2)
+	p := newPlaces(l, 2, func() *tls.Config { return nil })
 	accepted := make(chan net.Conn, 3)
 	var serving sync.WaitGroup
 	serving.Go(func() {

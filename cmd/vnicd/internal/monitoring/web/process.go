@@ -6,14 +6,19 @@ import (
 	"net"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/confine"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/access"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/worker"
 )
 
-// MaxConfig bounds an encoded Config.
-const MaxConfig = 1 << 20
+// MaxConfig bounds encoded configurations and rules: MaxRules, and names.
+const (
+	MaxConfig = MaxRules + 1<<20
+	MaxRules  = 4 << 20
+)
 
-// Kind is the process of the server. Its first message is a Config, as JSON; its file is the listening socket, its
-// streams are the slots. It makes no sockets: it only accepts on that one.
+// Kind is the process of the server. Its first message is a Config, as JSON, and each further one access.Rules, which
+// replace the former ones; its file is the listening socket, its streams are the slots. It makes no sockets: it only
+// accepts on that one.
 var Kind = worker.Kind{Name: "monitoring", Calls: confine.Connections(), MaxFiles: 2*maxClients + 64,
 	MaxMemory: 256 << 20, Open: open}
 
@@ -40,9 +45,27 @@ func open(p *worker.Process) (run func() error, err error) {
 			return err
 		}
 		go func() {
-			_, _ = p.Conn.Receive(0) // until the daemon closes it, or has ended
-			s.Close()
+			defer s.Close()
+			for {
+				text, err := p.Conn.Receive(MaxRules)
+				if err != nil {
+					return // the daemon has closed it, or has ended
+				}
+				if err := replace(s, text); err != nil {
+					p.Log.Error("rules of access", "error", err)
+					return
+				}
+			}
 		}()
 		return s.Serve(l)
 	}, nil
+}
+
+// replace applies rules that the daemon has checked.
+func replace(s *Server, text []byte) error {
+	var r access.Rules
+	if err := json.Unmarshal(text, &r); err != nil {
+		return err
+	}
+	return s.Apply(r)
 }

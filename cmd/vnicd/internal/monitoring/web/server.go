@@ -8,7 +8,8 @@
 //	GET /               the web page, if enabled
 //	GET /v1/overview    the page's data, as JSON
 //
-// Requests for other host names than the server's own are refused, whatever their path; see ownHost.
+// Requests for other host names than the server's own are refused, whatever their path; see ownHost. So are those that
+// the rules of access do not permit; see guard. Rules can change while the server runs.
 package web
 
 import (
@@ -23,6 +24,7 @@ import (
 	"github.com/hashicorp/go-hclog"
 	"github.com/prometheus/common/expfmt"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/access"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/query"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
 )
@@ -30,6 +32,7 @@ import (
 // Bounds of the clients' cost.
 const (
 	maxClients = 64              // connections; a further one needs the place of one of them, see places
+	maxStreams = 16              // requests at once on one connection, with HTTP/2
 	slotTime   = 2 * time.Second // to wait while others are served
 	writeTime  = 2 * time.Minute
 	idleTime   = 10 * time.Second // of a connection, which keeps one of maxClients places
@@ -45,12 +48,15 @@ type Config struct {
 	Names []string
 	// Page and Profiles serve the page, and Go's profiles.
 	Page, Profiles bool
+	// Rules are those of access, at first.
+	Rules access.Rules
 }
 
 // Server is the HTTP server.
 type Server struct {
 	srv    *http.Server
 	daemon *daemon
+	guard  *guard
 	once   sync.Once
 	stop   chan struct{} // closed by Close
 }
@@ -58,6 +64,11 @@ type Server struct {
 // New returns a server that asks the daemon on slots, which are those of query.Slots. They and the listener are the
 // server's from here on.
 func New(cfg Config, slots []net.Conn, logger hclog.Logger) (*Server, error) {
+	limited := loglimit.New(logger) // clients could fill the log otherwise
+	guard := newGuard(limited)
+	if err := guard.apply(cfg.Rules); err != nil {
+		return nil, err
+	}
 	d, err := newDaemon(query.Slots(cfg.Page, cfg.Profiles), slots)
 	if err != nil {
 		return nil, err
@@ -72,21 +83,26 @@ func New(cfg Config, slots []net.Conn, logger hclog.Logger) (*Server, error) {
 	if cfg.Page {
 		d.servePage(mux)
 	}
-	return &Server{daemon: d, stop: make(chan struct{}), srv: &http.Server{
-		Handler: ownHost(cfg.Names, mux), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-		WriteTimeout: writeTime, IdleTimeout: idleTime, MaxHeaderBytes: 16 << 10, ErrorLog: errorLog(logger),
+	return &Server{daemon: d, guard: guard, stop: make(chan struct{}), srv: &http.Server{
+		Handler:           guard.headers(ownHost(cfg.Names, guard.admit(mux))),
+		ReadHeaderTimeout: 5 * time.Second, // also of TLS's handshake
+		ReadTimeout:       10 * time.Second, WriteTimeout: writeTime, IdleTimeout: idleTime, MaxHeaderBytes: 16 << 10,
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: maxStreams}, ErrorLog: errorLog(limited),
 	}}, nil
 }
 
-// errorLog is for mistakes of clients, each of whom could fill the log otherwise.
-func errorLog(l hclog.Logger) *log.Logger {
-	return loglimit.New(l).StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn})
+// Apply replaces the rules of access. Connections that exist keep their TLS; requests on them follow the new rules.
+func (s *Server) Apply(r access.Rules) error { return s.guard.apply(r) }
+
+// errorLog is for mistakes of clients.
+func errorLog(limited hclog.Logger) *log.Logger {
+	return limited.StandardLogger(&hclog.StandardLoggerOptions{ForceLevel: hclog.Warn})
 }
 
 // Serve serves until Close, and then returns nil, or until a slot breaks: the daemon has ended, or ends this process.
 func (s *Server) Serve(l net.Listener) error {
 	served := make(chan error, 1)
-	p := newPlaces(l, maxClients)
+	p := newPlaces(l, maxClients, s.guard.tls)
 	s.srv.ConnState = p.state
 	go func() { served <- s.srv.Serve(p) }()
 	var err error

@@ -37,6 +37,13 @@ type stage struct {
 // newStage starts a server; answer is called for each question, in any goroutine.
 func newStage(t *testing.T, cfg Config, answer func(*query.Query, *query.Writer) error) *stage {
 	t.Helper()
+	return startStage(t, cfg, answer, func(*http.Server) {})
+}
+
+// startStage is newStage; change changes the server before it serves.
+func startStage(t *testing.T, cfg Config, answer func(*query.Query, *query.Writer) error,
+	change func(*http.Server)) *stage {
+	t.Helper()
 	s := &stage{t: t, served: make(chan error, 1)}
 	var theirs []net.Conn
 	var daemon sync.WaitGroup
@@ -55,6 +62,7 @@ func newStage(t *testing.T, cfg Config, answer func(*query.Query, *query.Writer)
 		t.Fatal(err)
 	}
 	s.srv, s.path = srv, path
+	change(srv.srv)
 	go func() { s.served <- srv.Serve(l) }()
 	t.Cleanup(func() {
 		srv.Close()

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"runtime"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/confine"
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/monitoring/access"
@@ -22,6 +23,9 @@ const (
 var Kind = worker.Kind{Name: "monitoring", Calls: confine.Connections(), MaxFiles: 2*maxClients + 64,
 	MaxMemory: 256 << 20, Open: open}
 
+// maxProcessors bounds what clients can make the process compute, such as handshakes of TLS and compression.
+const maxProcessors = 2
+
 func open(p *worker.Process) (run func() error, err error) {
 	text, err := p.Conn.Receive(MaxConfig)
 	if err != nil {
@@ -39,6 +43,7 @@ func open(p *worker.Process) (run func() error, err error) {
 		return nil, fmt.Errorf("listening socket: %w", err)
 	}
 	_ = p.Files[0].Close()
+	runtime.GOMAXPROCS(min(runtime.GOMAXPROCS(0), maxProcessors))
 	return func() error {
 		s, err := New(cfg, p.Conn.Streams, p.Log)
 		if err != nil {

@@ -108,7 +108,7 @@ func (b *bar) drop() bool {
 
 // depart puts the device's state into BAR 2, once its queues have stopped. The caller holds Server.mu.
 func (se *session) depart() {
-	if se.failed != nil || !se.movable {
+	if se.failed != nil || !se.movable || len(se.bar.mem) < barSize { // QEMU does not migrate that of an older vnicd
 		return
 	}
 	state, err := se.dev.SaveState()

@@ -198,6 +198,7 @@ type upHCA struct {
 
 func (h *upHCA) Deliver(*loop.Loop, *frame.Buf) { h.got++ }
 func (h *upHCA) Up() bool                       { return !h.down }
+func (h *upHCA) Paused() bool                   { return false }
 
 func TestRoCEIsNotCut(t *testing.T) {
 	b := newBench(t, Config{})

@@ -211,6 +211,7 @@ type choosy struct {
 }
 
 func (c *choosy) Up() bool                       { return true }
+func (c *choosy) Paused() bool                   { return false }
 func (c *choosy) Deliver(*loop.Loop, *frame.Buf) { c.got++ }
 func (c *choosy) Wants(_ *loop.Loop, b *frame.Buf) bool {
 	f := b.Bytes()

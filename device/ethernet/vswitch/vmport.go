@@ -23,10 +23,12 @@ type NetFace interface {
 }
 
 // HCAFace is the RDMA device. Up reports whether a driver has brought it up; until then RoCE frames go to the network
-// device, so that software RoCE in the guest works. Up is called for every frame, on any loop.
+// device, so that software RoCE in the guest works. Up is called for every frame, on any loop. Paused reports whether
+// that driver does not run at present, because the VM does not. Any goroutine.
 type HCAFace interface {
 	Face
 	Up() bool
+	Paused() bool
 }
 
 // Inspector is an HCA that can tell whether it would accept a RoCE frame, of any content: the switch asks before it
@@ -171,11 +173,10 @@ func (p *VMPort) Claim() error {
 // claimed implements traveller.
 func (p *VMPort) claimed() bool { return p.ran.Load() }
 
-// away implements traveller: neither device has a driver, or the VM is paused.
+// away implements traveller: neither device has a driver that runs.
 func (p *VMPort) away() bool {
-	if h := p.hca.Load(); h != nil && (*h).Up() {
-		x, ok := (*h).(interface{ Paused() bool })
-		return ok && x.Paused()
+	if h := p.hca.Load(); h != nil && (*h).Up() && !(*h).Paused() {
+		return false
 	}
 	f := p.net.Load()
 	if f == nil {

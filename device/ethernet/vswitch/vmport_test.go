@@ -35,12 +35,13 @@ func with(p []byte, changes ...int) []byte {
 }
 
 type face struct {
-	up  bool
-	got int
+	up, paused bool
+	got        int
 }
 
 func (f *face) Deliver(*loop.Loop, *frame.Buf) { f.got++ }
 func (f *face) Up() bool                       { return f.up }
+func (f *face) Paused() bool                   { return f.paused }
 
 // card is a face whose driver can stop.
 type card struct {
@@ -99,7 +100,10 @@ func TestVMMigrates(t *testing.T) {
 	nic.stopped, hca.up = true, true
 	frame(tunnel)
 	at("vm", true, true)
-	hca.up = false
+	nic.stopped, hca.paused = false, true
+	frame(tunnel)
+	at("vm", true, true)
+	nic.stopped = true
 	frame(tap)
 	roce := eth(0x800, v4RoCE)
 	from, to := mac(1), mac(9)
@@ -109,7 +113,7 @@ func TestVMMigrates(t *testing.T) {
 	at("vm", true, true)
 	frame(tunnel)
 	at("vxlan", false, false)
-	nic.stopped = false
+	nic.stopped, hca.up = false, false
 	claim(1)
 	at("vm", true, true)
 	frame(tunnel)

@@ -107,7 +107,7 @@ func (d *dataSide) init(loops []*loop.Loop, ceqs, qps int) {
 	d.link.Store(true)
 }
 
-// Paused reports whether the VM is paused: the device takes RoCE frames, but its driver does not run.
+// Paused implements vswitch.HCAFace: the VM is paused, so the device takes RoCE frames, but its driver does not run.
 func (d *dataSide) Paused() bool { return d.paused.Load() && !d.up.Load() }
 
 // Up implements vswitch.HCAFace: it reports whether a driver runs the device, so that the HCA takes RoCE frames. A

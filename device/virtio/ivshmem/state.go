@@ -158,16 +158,16 @@ func (se *session) arrive() {
 	if se.ran || !se.movable {
 		return
 	}
-	answered := se.bar.word(offAnswer).Load()
+	// A request may be on its way; what was answered is not obeyed again.
+	se.ran, se.answered = true, se.bar.word(offAnswer).Load()
 	x, err := se.bar.get()
 	if x == nil && err == nil {
-		if answered == se.answered && se.bar.word(offStatus).Load() == se.status {
-			return // the registers are this device's: the VM begins
+		if se.bar.word(offStatus).Load() == se.status {
+			se.describe() // the VM may have come from another host, without a driver
+			return
 		}
 		err = errors.New("none came: the VM's last host had no vnicd when it stopped")
 	}
-	// A request may be on its way; what was answered is not obeyed again.
-	se.ran, se.answered = true, answered
 	if se.status != 0 { // a killed process had begun
 		err = errors.Join(err, se.reset())
 	}

@@ -222,6 +222,39 @@ func TestStateMovesAfterProcess(t *testing.T) {
 	})
 }
 
+// A driver that is beginning, or has gone, while a process ends is none that came from elsewhere: it goes on.
+func TestNoStateAfterProcess(t *testing.T) {
+	for _, status := range []uint32{chosen, 0} {
+		twice(t, func(t *testing.T, killed bool) {
+			p := newProcess(t)
+			p.s.Run(true)
+			x := p.addMemory(0)
+			g := p.attach()
+			g.start(1 << 12)
+			g.want(0, 0, 0)
+			g.want(status, 0, status)
+			next := p.next(killed, &lasting{device: &device{}})
+			next.s.Run(true) // as a rule before the session goes on
+			p.shareAgain(next, x)
+			eventually(t, "the session goes on", func() bool {
+				next.s.mu.Lock()
+				defer next.s.mu.Unlock()
+				return next.s.live() != nil
+			})
+			if got := g.get32(offStatus); got != status {
+				t.Errorf("status %#x became %#x", status, got)
+			}
+			g.want(chosen, 0, chosen)
+			for i := range testQueues {
+				at := uint64(1<<12 + i*3<<14)
+				g.setQueue(i, at, at+1<<14, at+2<<14, 64)
+			}
+			g.want(driverOK, 0, driverOK)
+			next.works(g)
+		})
+	}
+}
+
 // A driver that puts state there itself, after it has spoken to the device, has no use of it.
 func TestStateOfRunningDevice(t *testing.T) {
 	a, b := newHost(t), newHost(t)

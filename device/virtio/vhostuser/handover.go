@@ -122,7 +122,8 @@ func (se *session) handed(state []byte) (*handed, error) {
 			return nil, err
 		}
 	}
-	if se.running.last != nil {
+	if se.running.last != nil || len(se.running.files) > 0 {
+		se.running.epoch = epoch
 		return h, se.nameFiles(h)
 	}
 	for i := range se.rings {

@@ -160,6 +160,9 @@ func (se *session) forgetRun() {
 	names := se.running.names(&se.kept)
 	se.running.last, se.running.journal = nil, ""
 	se.saveState()
+	if k := se.kept.to; k != nil && k.Ending() {
+		return // the keeper removes nothing any more, and has an open file once: handed uses the names
+	}
 	for _, name := range names {
 		se.kept.forget(name)
 	}

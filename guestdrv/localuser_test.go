@@ -24,7 +24,7 @@ func TestForgedByLocalUser(t *testing.T) {
 			c := qpDefaults()
 			c.Type = typ
 			a, b := connect(t, ha, hb, c, guestdrv.ConnectOptions{})
-			_, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
+			src, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
 			dst, dmr := hb.region(t, 4096, allAccess)
 			a.write(t, 1, 64, smr, dst, dmr)
 
@@ -66,7 +66,11 @@ func TestForgedByLocalUser(t *testing.T) {
 			if !named {
 				t.Errorf("status does not name the sender: %+v", hb.site.vt.Status().Refused)
 			}
-			a.write(t, 2, 64, smr, dst, dmr) // the connection is not affected
+			// The connection is not affected. A WRITE of UC is complete once it is sent: without the wait it could
+			// arrive after the forged packet, which comes by another socket, and hide it.
+			copy(src.Bytes(), bytes.Repeat([]byte{0x11}, 64))
+			a.write(t, 2, 64, smr, dst, dmr)
+			testutil.Eventually(t, "the connection's next WRITE arrives", func() bool { return dst.Bytes()[0] == 0x11 })
 			forge(0)
 			testutil.Eventually(t, "the same packet from a reserved port arrives", forged)
 		})

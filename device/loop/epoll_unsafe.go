@@ -1,7 +1,6 @@
 package loop
 
 import (
-	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -18,51 +17,24 @@ func epollNow(epfd int, events []unix.EpollEvent) int {
 	return int(n)
 }
 
-// nap bounds how long a loop that goes to sleep keeps Go's processor. Under traffic that lets a loop sleep for some
-// microseconds at a time, giving the processor up and reclaiming it each time would keep the runtime's monitor thread
-// awake, which cost a fifth of the daemons' time for TCP between hosts. In practice the runtime ends the nap by a
+// nap bounds, in ms, how long a loop that goes to sleep keeps Go's processor. Under traffic that lets a loop sleep for
+// some microseconds at a time, giving the processor up and reclaiming it each time would keep the runtime's monitor
+// thread awake, which cost a fifth of the daemons' time for TCP between hosts. In practice the runtime ends the nap by a
 // signal, at once to stop the world, and after 10 ms in any case. With a bound shorter than a tick the kernel would set
 // a timer for each sleep.
-const nap = int64(20 * time.Millisecond)
+const nap = 20
 
-// epollWait blocks until an event or for timeout nanoseconds; negative = for ever. It returns the number of events, 0
-// also when interrupted: the caller checks its queues and calls again.
-func epollWait(epfd int, events []unix.EpollEvent, timeout int64) int {
-	begin, short := Monotonic(), nap
-	if timeout >= 0 {
-		short = min(short, timeout)
-	}
-	ts := unix.NsecToTimespec(short)
-	n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT2, uintptr(epfd), uintptr(unsafe.Pointer(&events[0])),
-		uintptr(len(events)), uintptr(unsafe.Pointer(&ts)), 0, 0)
-	switch {
-	case errno == unix.ENOSYS: // before Linux 5.11
-		return epollWaitMillis(epfd, events, timeout)
-	case errno == 0 && (n > 0 || short == timeout):
+// epollWait blocks until an event. It returns the number of events, 0 also when interrupted: the caller checks its
+// queues and calls again.
+func epollWait(epfd int, events []unix.EpollEvent) int {
+	n, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(epfd), uintptr(unsafe.Pointer(&events[0])),
+		uintptr(len(events)), nap, 0, 0)
+	if errno == 0 && n > 0 {
 		return int(n)
 	}
-	var rest *unix.Timespec
-	if timeout >= 0 {
-		ts = unix.NsecToTimespec(max(0, timeout-(Monotonic()-begin)))
-		rest = &ts
-	}
-	n, _, errno = unix.Syscall6(unix.SYS_EPOLL_PWAIT2, uintptr(epfd), uintptr(unsafe.Pointer(&events[0])),
-		uintptr(len(events)), uintptr(unsafe.Pointer(rest)), 0, 0)
-	if errno != 0 {
-		return 0
-	}
-	return int(n)
-}
-
-// epollWaitMillis rounds up, so that a timer is never early.
-func epollWaitMillis(epfd int, events []unix.EpollEvent, timeout int64) int {
-	ms := -1
-	if timeout >= 0 {
-		ms = int(min((timeout+999_999)/1_000_000, 1<<30))
-	}
-	n, err := unix.EpollWait(epfd, events, ms)
+	rest, err := unix.EpollWait(epfd, events, -1)
 	if err != nil {
 		return 0
 	}
-	return n
+	return rest
 }

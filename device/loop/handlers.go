@@ -8,8 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// wakeSlot marks the loop's own eventfd in epoll events; real slots are not negative.
-const wakeSlot = -1
+// The loop's own descriptors in epoll events; slots of watches are not negative.
+const (
+	wakeSlot  = -1
+	alarmSlot = -2
+)
 
 // Watch is a descriptor that the loop watches for read readiness.
 type Watch struct {

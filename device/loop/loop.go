@@ -9,7 +9,7 @@
 //	pollers  Poll of every Poller and Mailbox
 //	flush    AtFlush hooks: send what was batched
 //	prepare  only when nothing happened for SpinFor: pollers publish "wake me" and look once more
-//	sleep    epoll_wait until an event, a wake-up or the next timer
+//	sleep    epoll_wait until an event, a wake-up or the alarm, set for the next timer
 //	resume   only after prepare: pollers take the "wake me" back
 //
 // Rules. A loop's state is accessed only on its thread; other goroutines use Do (waits) or Post (does not). A handler
@@ -90,6 +90,7 @@ type Loop struct {
 
 	epfd   int
 	wakefd int
+	alarm  alarm // owned by the loop's thread, but for its descriptor
 
 	// Owned by the loop's thread.
 	now        int64
@@ -160,29 +161,53 @@ func New(c Config) (*Loop, error) {
 	}
 	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
 		log: loglimit.New(c.Log), guard: translate.ByLoop(c.ID), events: make([]unix.EpollEvent, maxEvents),
-		posts: newRing[post](postCapacity), done: make(chan struct{})}
+		posts: newRing[post](postCapacity), done: make(chan struct{}), epfd: -1, wakefd: -1, alarm: alarm{fd: -1}}
 	if l.clock == nil {
 		l.clock = realClock{}
 	}
-	var err error
-	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
-		return nil, fmt.Errorf("loop: epoll_create1: %w", err)
-	}
-	if l.wakefd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
-		unix.Close(l.epfd)
-		return nil, fmt.Errorf("loop: eventfd: %w", err)
-	}
-	ev := unix.EpollEvent{Events: unix.EPOLLIN, Fd: wakeSlot}
-	if err = unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, l.wakefd, &ev); err != nil {
-		unix.Close(l.epfd)
-		unix.Close(l.wakefd)
-		return nil, fmt.Errorf("loop: epoll_ctl: %w", err)
+	if err := l.open(); err != nil {
+		l.closeDescriptors()
+		return nil, fmt.Errorf("loop: %w", err)
 	}
 	l.now = l.clock.Now()
 	if m, ok := l.clock.(*ManualClock); ok {
 		m.add(l)
 	}
 	return l, nil
+}
+
+// open makes the descriptors. After an error closeDescriptors closes those that there are.
+func (l *Loop) open() (err error) {
+	if l.epfd, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return fmt.Errorf("epoll_create1: %w", err)
+	}
+	if l.wakefd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return fmt.Errorf("eventfd: %w", err)
+	}
+	if l.alarm, err = newAlarm(); err != nil {
+		return err
+	}
+	for _, d := range []struct {
+		fd    int
+		event unix.EpollEvent
+	}{
+		{l.wakefd, unix.EpollEvent{Events: unix.EPOLLIN, Fd: wakeSlot}},
+		{l.alarm.fd, unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLET, Fd: alarmSlot}}, // so nobody has to read it
+	} {
+		if err := unix.EpollCtl(l.epfd, unix.EPOLL_CTL_ADD, d.fd, &d.event); err != nil {
+			return fmt.Errorf("epoll_ctl: %w", err)
+		}
+	}
+	return nil
+}
+
+func (l *Loop) closeDescriptors() {
+	for _, fd := range []*int{&l.epfd, &l.wakefd, &l.alarm.fd} {
+		if *fd >= 0 {
+			_ = unix.Close(*fd)
+			*fd = -1
+		}
+	}
 }
 
 // ID returns the loop's number, 0 to MaxLoops-1.
@@ -256,9 +281,7 @@ func (l *Loop) release() {
 	}
 	l.lifeMu.Lock() // no wake-up or Watch while the descriptors are closed
 	defer l.lifeMu.Unlock()
-	unix.Close(l.epfd)
-	unix.Close(l.wakefd)
-	l.epfd, l.wakefd = -1, -1
+	l.closeDescriptors()
 }
 
 // OnLoop reports whether the caller runs on the loop's thread (or inside Do while the loop has no thread).

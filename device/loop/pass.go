@@ -162,13 +162,12 @@ func (l *Loop) adapt(idle int64) {
 	}
 }
 
-// sleep waits in epoll until an event, a wake-up or the next timer.
+// sleep waits in epoll until an event, a wake-up or the alarm.
 func (l *Loop) sleep() {
-	timeout := int64(-1)
 	if next := l.timers.next(); next != 0 {
 		if _, manual := l.clock.(*ManualClock); !manual {
-			timeout = next - l.clock.Now()
-			if timeout <= 0 {
+			now := l.clock.Now()
+			if next <= now || l.alarm.by(next, now) != nil {
 				return
 			}
 		}
@@ -176,7 +175,7 @@ func (l *Loop) sleep() {
 	l.sleeping.Store(1)
 	if l.posts.empty() && !l.stopping.Load() && !l.mailPending() && !l.manualDue() {
 		l.sleeps.Store(l.sleeps.Load() + 1)
-		l.nev = epollWait(l.epfd, l.events, timeout)
+		l.nev = epollWait(l.epfd, l.events)
 	}
 	l.sleeping.Store(0)
 }
@@ -202,7 +201,10 @@ func (l *Loop) manualDue() bool {
 }
 
 func (l *Loop) runEvent(ev *unix.EpollEvent) {
-	if ev.Fd == wakeSlot {
+	switch ev.Fd {
+	case alarmSlot: // runTimers has the work, if there is any
+		return
+	case wakeSlot:
 		eventfd.Take(l.wakefd)
 		l.busy = true
 		return

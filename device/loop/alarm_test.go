@@ -1,0 +1,70 @@
+package loop
+
+import (
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/vnicd/vnicd/device/testutil"
+)
+
+// An alarm is set for an earlier deadline, or when it has gone off, and else left as it is.
+func TestAlarm(t *testing.T) {
+	a, err := newAlarm()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(a.fd)
+	now := Monotonic()
+	for _, x := range []struct {
+		at, deadline time.Duration
+		want         time.Duration // until it goes off, at most
+		least        time.Duration
+	}{
+		{0, 2 * time.Hour, 2 * time.Hour, time.Hour},
+		{time.Minute, 3 * time.Hour, 2 * time.Hour, time.Hour},                      // it is early enough
+		{time.Minute, time.Hour, 59 * time.Minute, 50 * time.Minute},                // too late
+		{time.Hour, 3 * time.Hour, 2 * time.Hour, 110 * time.Minute},                // it has gone off
+		{5 * time.Hour, 5*time.Hour + time.Nanosecond, time.Nanosecond, -time.Hour}, // at once
+	} {
+		if err := a.by(now+int64(x.deadline), now+int64(x.at)); err != nil {
+			t.Fatal(err)
+		}
+		var left unix.ItimerSpec
+		if err := unix.TimerfdGettime(a.fd, &left); err != nil {
+			t.Fatal(err)
+		}
+		if d := time.Duration(left.Value.Nano()); d > x.want || d < x.least {
+			t.Errorf("%v for %v: it goes off in %v, want %v", x.at, x.deadline, d, x.want)
+		}
+	}
+}
+
+// Timers of a loop that sleeps come one after the other, also those that are armed before an alarm that is set.
+func TestTimersWakeLoop(t *testing.T) {
+	l := startLoop(t, Config{})
+	fired := make(chan int64, 1)
+	near, far := l.NewTimer(func(now int64) { fired <- now }), l.NewTimer(func(int64) {})
+	for range 20 {
+		asleep := l.Stats().Sleeps
+		deadline := int64(0)
+		l.Visit(func() {
+			far.Arm(l.Now() + int64(time.Hour))
+			near.Stop()
+		})
+		testutil.Eventually(t, "the loop sleeps", func() bool { return l.Stats().Sleeps > asleep })
+		l.Visit(func() {
+			deadline = l.Now() + int64(time.Millisecond)
+			near.Arm(deadline)
+		})
+		select {
+		case now := <-fired:
+			if now < deadline {
+				t.Errorf("%d ns early", deadline-now)
+			}
+		case <-time.After(time.Minute):
+			t.Fatal("the timer did not wake the loop")
+		}
+	}
+}

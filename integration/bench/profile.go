@@ -90,7 +90,7 @@ func get(ctx context.Context, socket, path string) ([]byte, error) {
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return new(net.Dialer).DialContext(ctx, "unix", socket)
 		}}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://vnicd"+path, nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+path, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -94,7 +94,7 @@ func (s *Server) takeKept() (se *session, err error) {
 			kept.Discard(s.keeper())
 		}
 	}()
-	se = &session{srv: s, unsure: true}
+	se = &session{srv: s, unsure: true, begun: make(chan struct{})}
 	defer func() {
 		if err != nil {
 			se.close()

@@ -19,7 +19,8 @@ import (
 // lasting is a device whose state, its config space, another process can continue.
 type lasting struct {
 	*device
-	broken  bool // it does not continue any state
+	broken  bool          // it does not continue any state
+	hold    chan struct{} // if set, it continues once this is closed
 	journal int
 }
 
@@ -37,6 +38,9 @@ func (d *device) configAt(i int) (v byte) {
 }
 
 func (l *lasting) Restore(state []byte) error {
+	if l.hold != nil {
+		<-l.hold
+	}
 	if l.broken || len(state) != len(l.config) {
 		return errors.New("no state")
 	}

@@ -71,6 +71,9 @@ const sendTimeout = 10 * time.Second
 // releaseTimeout bounds how long the device may take to let go of guest memory.
 const releaseTimeout = 10 * time.Second
 
+// standPatience bounds how long a VM that stops waits for a session that is being resumed.
+const standPatience = 10 * time.Second
+
 // Listen makes the socket and serves it. Vectors tells how many vectors QEMU's device needs.
 func Listen(cfg Config) (*Server, error) {
 	if cfg.Queues < 1 || cfg.Queues > MaxQueues {
@@ -207,6 +210,7 @@ func (s *Server) attend(se *session, begin func() error) {
 	go func() {
 		defer s.wg.Done()
 		err := translate.Contain(begin)
+		close(se.begun)
 		if err == nil {
 			err = se.run()
 		}
@@ -285,17 +289,33 @@ func (s *Server) MachineReset() {
 	}
 }
 
-// Run implements vhostuser.Follower.
+// Run implements vhostuser.Follower. QEMU waits for it before it copies the last of the VM's memory: when the VM has
+// stopped, the device writes nothing more, and its state is in BAR 2, also if its session was still being resumed.
 func (s *Server) Run(on bool) {
+	if se := s.tellRun(on); se != nil && !on {
+		select {
+		case <-se.begun:
+		case <-time.After(standPatience):
+			s.log.Error("the HCA is still being resumed though its VM has stopped: what it writes does not leave with the VM",
+				"socket", s.cfg.Path)
+		}
+	}
+}
+
+// tellRun does the work of Run, and returns the session if it is being resumed: that follows when it goes on.
+func (s *Server) tellRun(on bool) *session {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.ending() {
-		return
+		return nil
 	}
 	s.runs, s.told = on, true
-	if se := s.live(); se != nil {
-		se.setRunning(on)
+	se := s.live()
+	if se == nil {
+		return s.now
 	}
+	se.setRunning(on)
+	return nil
 }
 
 // Log implements vhostuser.Follower.

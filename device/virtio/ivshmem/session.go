@@ -39,10 +39,11 @@ type session struct {
 	status   uint32             // virtio's device status
 	queues   [MaxQueues]queue
 	bases    [MaxQueues]uint32
-	movable  bool // the device's state can be saved and loaded
-	running  bool // the device has the queues
-	ran      bool // it had, or the driver has asked for something: no state is to come from elsewhere
-	ready    bool // false: it is being resumed, which only the goroutine that does so is to disturb
+	movable  bool          // the device's state can be saved and loaded
+	running  bool          // the device has the queues
+	ran      bool          // it had, or the driver has asked for something: no state is to come from elsewhere
+	ready    bool          // false: it is being resumed, which only the goroutine that does so is to disturb
+	begun    chan struct{} // closed when it is ready, or has failed to become so
 	failed   error
 }
 
@@ -60,7 +61,7 @@ const (
 // newSession connects with the device, and gives QEMU what it needs. The caller holds Server.mu; after an error c is
 // the caller's.
 func newSession(s *Server, c *net.UnixConn) (*session, error) {
-	se := &session{srv: s, qemu: c, ready: true}
+	se := &session{srv: s, qemu: c, ready: true, begun: make(chan struct{})}
 	if err := se.begin(); err != nil {
 		se.qemu = nil
 		se.close()

@@ -3,6 +3,7 @@ package ivshmem
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -219,6 +220,33 @@ func TestStateMovesAfterProcess(t *testing.T) {
 		b := newHost(t)
 		b.comes(&host{rig: next.rig, g: g})
 		b.works()
+	})
+}
+
+// A VM that stops while its device is being continued waits for it, and takes the state with it (CO-5).
+func TestStateMovesWhileResumed(t *testing.T) {
+	twice(t, func(t *testing.T, killed bool) {
+		p := newProcess(t)
+		p.dev.config[7] = 99
+		p.s.Run(true)
+		x := p.addMemory(0)
+		g := p.attach()
+		g.start(1 << 12)
+		hold := make(chan struct{})
+		next := p.next(killed, &lasting{device: &device{}, hold: hold})
+		p.shareAgain(next, x)
+		next.s.Run(true)
+		time.AfterFunc(20*time.Millisecond, func() { close(hold) })
+		next.s.Run(false)
+		if next.runs() {
+			t.Error("the queues run in a paused VM")
+		}
+		b := newHost(t)
+		b.comes(&host{rig: next.rig, g: g})
+		b.works()
+		if c := b.dev.configAt(7); c != 99 {
+			t.Errorf("config space has %d", c)
+		}
 	})
 }
 

@@ -64,11 +64,18 @@ func manyQPs(ctx context.Context, b *Bench) (m Meter, err error) {
 // much memory, of which only those pages are touched.
 func muchMemory(ctx context.Context, b *Bench) (m Meter, err error) {
 	const small, middle, large, touched = 1 << 20, 1 << 30, 64 << 30, 256
-	_, nodes, err := b.local(ctx, 1, large+middle+small+16<<20)
+	h, err := b.host()
 	if err != nil {
 		return m, err
 	}
-	n := nodes[0]
+	if err := b.start(ctx, h, fmt.Sprintf("networks: [{name: blue, vni: 100}]\nvms:\n  - {name: %s, network: blue, mac: %q, "+
+		"limits: {memory: 128GiB}}\n", vmName(0), vmMAC(0))); err != nil {
+		return m, err
+	}
+	n, err := b.open(h, 0, large+middle+small+16<<20)
+	if err != nil {
+		return m, err
+	}
 	x, _, err := connect(n, n)
 	if err != nil {
 		return m, err

@@ -7,10 +7,10 @@ import (
 )
 
 // alarm ends a loop's sleep when the next timer is due. It is a timer of the kernel that stays set over many sleeps,
-// where a time-out of epoll would be set and taken back by each: under traffic a loop sleeps for microseconds at a time,
-// with a timer that is due in a fraction of a millisecond, which comes before the kernel's next tick. Setting such a
-// timer programs the processor's, which in a virtual machine costs microseconds (RDMA WRITEs of 8 bytes between two
-// hosts took 43 us in place of 36).
+// where a time-out of epoll would be set and taken back by each: under traffic a loop sleeps for microseconds at a
+// time, with a timer that is due in a fraction of a millisecond, before the kernel's next tick. Setting such a timer
+// programs the processor's, which in a virtual machine costs microseconds (RDMA WRITEs of 8 bytes between two hosts
+// took 43 us in place of 36).
 type alarm struct {
 	fd int
 	at int64 // when it goes off; in the past: it is not set

@@ -19,9 +19,9 @@ func epollNow(epfd int, events []unix.EpollEvent) int {
 
 // nap bounds, in ms, how long a loop that goes to sleep keeps Go's processor. Under traffic that lets a loop sleep for
 // some microseconds at a time, giving the processor up and reclaiming it each time would keep the runtime's monitor
-// thread awake, which cost a fifth of the daemons' time for TCP between hosts. In practice the runtime ends the nap by a
-// signal, at once to stop the world, and after 10 ms in any case. With a bound shorter than a tick the kernel would set
-// a timer for each sleep.
+// thread awake, which cost a fifth of the daemons' time for TCP between hosts. In practice the runtime ends the nap by
+// a signal, at once to stop the world, and after 10 ms in any case. With a bound shorter than a tick the kernel would
+// set a timer for each sleep.
 const nap = 20
 
 // epollWait blocks until an event. It returns the number of events, 0 also when interrupted: the caller checks its

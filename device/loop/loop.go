@@ -90,7 +90,7 @@ type Loop struct {
 
 	epfd   int
 	wakefd int
-	alarm  alarm // owned by the loop's thread, but for its descriptor
+	alarm  alarm
 
 	// Owned by the loop's thread.
 	now        int64

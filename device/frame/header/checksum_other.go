@@ -1,5 +1,5 @@
 //go:build !amd64
 
-package wire
+package header
 
 func sumLong(b []byte) (sum uint64, rest []byte) { return 0, b }

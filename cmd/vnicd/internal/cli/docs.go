@@ -14,7 +14,7 @@ func WriteDocs(version, dir string) error {
 	a := &app{version: version, out: io.Discard, err: io.Discard}
 	root := a.rootCmd()
 	root.InitDefaultCompletionCmd()
-	root.DisableAutoGenTag = true // no date: output is reproducible
+	root.DisableAutoGenTag = true // no day: the pages have a month only, that of SOURCE_DATE_EPOCH if it is set
 	man := filepath.Join(dir, "usr/share/man/man8")
 	if err := os.MkdirAll(man, 0o755); err != nil {
 		return err

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,16 +33,19 @@ module: deps-vm ## build the guest's kernel module: build/module/vnicd.ko
 	vm-images/build module guestdrv/linux $(BUILD)/module
 
 package: build ## Debian package for hosts: build/vnicd_*.deb
-	cmd/vnicd/packaging/build host $(VERSION) $(BUILD)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) host
 
 libvnicd: ## the library for C programs on the host: build/libvnicd/libvnicd.{a,so}
 	$(MAKE) -C guestdrv/libvnicd OUT=$(CURDIR)/$(BUILD)/libvnicd
 
 libvnicd-package: ## Debian package of it, with headers: build/libvnicd-dev_*.deb
-	cmd/vnicd/packaging/build library $(VERSION) $(BUILD)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) library
 
 guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
-	cmd/vnicd/packaging/build guest $(VERSION) $(BUILD)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) guest
+
+release: ## all files of a release: build/release (two runs give the same bytes)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) all
 
 demo: image build ## two VMs on two "hosts", RDMA between them (root is not needed)
 	$(GO) run -exec 'vm-images/rootless --net' ./integration/demo
@@ -66,7 +69,7 @@ test-unit: deps ## unit tests with the race detector
 	wait $$! && exit $$raced; }
 
 # Unit tests of which `make test-unit` runs a sample, as a whole.
-WHOLE = messages crash passes
+WHOLE = messages crash passes release
 
 test-whole: $(WHOLE:%=test-whole-%) ## unit tests of which `make test-unit` runs a sample, as a whole
 
@@ -78,6 +81,9 @@ test-whole-crash: deps
 
 test-whole-passes: deps
 	$(GO) test -race -count=1 -timeout 60m $(PASSES)
+
+test-whole-release: deps
+	$(GO) test -count=1 -timeout 60m -v -run '^TestRelease$$' ./cmd/vnicd/packaging/release -args -reproduce
 
 test-fuzz: ## a short fuzz of every decoder (FUZZTIME=10000x inputs each, or 4s)
 	@.ci/fuzz $(FUZZTIME)

@@ -76,34 +76,3 @@ func TestManualPages(t *testing.T) {
 		t.Errorf("the example: %v", err)
 	}
 }
-
-// The package compresses and installs the pages of all sections that there are.
-func TestManualPagesPackaged(t *testing.T) {
-	dir := t.TempDir()
-	if err := WriteDocs("v1.2.3", dir); err != nil {
-		t.Fatal(err)
-	}
-	script, err := os.ReadFile("../../packaging/build")
-	if err != nil {
-		t.Fatal(err)
-	}
-	m := regexp.MustCompile(`find "\$tree/usr/share/man" -name '(\S+)' -exec gzip`).FindSubmatch(script)
-	if m == nil {
-		t.Fatal("the package does not compress manual pages")
-	}
-	sections, err := filepath.Glob(filepath.Join(dir, "usr/share/man/man*"))
-	if err != nil || len(sections) != 2 {
-		t.Errorf("%q: %v", sections, err)
-	}
-	for _, s := range sections {
-		files, err := os.ReadDir(s)
-		if err != nil || len(files) == 0 {
-			t.Errorf("%s: %v", s, err)
-		}
-		for _, f := range files {
-			if is, err := filepath.Match(string(m[1]), f.Name()); !is || err != nil {
-				t.Errorf("the package does not compress %s: %v", f.Name(), err)
-			}
-		}
-	}
-}

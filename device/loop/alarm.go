@@ -24,10 +24,11 @@ func newAlarm() (alarm, error) {
 	return alarm{fd: fd}, nil
 }
 
-// by makes sure that it goes off at the deadline or before, and after now. An alarm that is too early is left: the loop
-// looks at its timers once in vain, instead of setting it now. After an error the caller must not rely on it.
+// by makes sure that it goes off at the deadline or before, and after now. Where it is set for less than half of that
+// time it is put off: the timers were armed anew meanwhile, and it would wake the loop in vain, which costs more. After
+// an error the caller must not rely on it.
 func (a *alarm) by(deadline, now int64) error {
-	if now < a.at && a.at <= deadline {
+	if now < a.at && a.at <= deadline && a.at-now >= (deadline-now)/2 {
 		return nil
 	}
 	spec := unix.ItimerSpec{Value: unix.NsecToTimespec(deadline - now)}

@@ -9,7 +9,8 @@ import (
 	"github.com/vnicd/vnicd/device/testutil"
 )
 
-// An alarm is set for an earlier deadline, or when it has gone off, and else left as it is.
+// An alarm is set for an earlier deadline, when it has gone off, and when it would soon do so in vain; else it is left
+// as it is.
 func TestAlarm(t *testing.T) {
 	a, err := newAlarm()
 	if err != nil {
@@ -23,10 +24,11 @@ func TestAlarm(t *testing.T) {
 		least        time.Duration
 	}{
 		{0, 2 * time.Hour, 2 * time.Hour, time.Hour},
-		{time.Minute, 3 * time.Hour, 2 * time.Hour, time.Hour},                      // it is early enough
-		{time.Minute, time.Hour, 59 * time.Minute, 50 * time.Minute},                // too late
-		{time.Hour, 3 * time.Hour, 2 * time.Hour, 110 * time.Minute},                // it has gone off
-		{5 * time.Hour, 5*time.Hour + time.Nanosecond, time.Nanosecond, -time.Hour}, // at once
+		{time.Minute, 3 * time.Hour, 2 * time.Hour, time.Hour},           // it is early enough
+		{time.Minute, time.Hour, 59 * time.Minute, 50 * time.Minute},     // too late
+		{time.Hour, 3 * time.Hour, 2 * time.Hour, 110 * time.Minute},     // it has gone off
+		{2 * time.Hour, 6 * time.Hour, 4 * time.Hour, 210 * time.Minute}, // it would soon go off in vain
+		{4 * time.Hour, 4*time.Hour + 1, 1, -time.Hour},                  // at once
 	} {
 		if err := a.by(now+int64(x.deadline), now+int64(x.at)); err != nil {
 			t.Fatal(err)

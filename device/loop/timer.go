@@ -123,9 +123,7 @@ func (h *timerHeap) due(now int64) *Timer {
 		if t.key > now {
 			return nil
 		}
-		if t.when != t.key {
-			t.key = t.when
-			h.down(0)
+		if h.delayed() {
 			continue
 		}
 		h.remove(0)
@@ -135,10 +133,23 @@ func (h *timerHeap) due(now int64) *Timer {
 	return nil
 }
 
+// delayed puts the first timer where it belongs, if it was re-armed to a later time.
+func (h timerHeap) delayed() bool {
+	t := h[0]
+	if t.when == t.key {
+		return false
+	}
+	t.key = t.when
+	h.down(0)
+	return true
+}
+
 // next returns the earliest deadline, or 0 if no timer is pending.
 func (h timerHeap) next() int64 {
 	if len(h) == 0 {
 		return 0
+	}
+	for h.delayed() {
 	}
 	return h[0].key
 }

@@ -38,6 +38,28 @@ func TestTimerBasics(t *testing.T) {
 	}
 }
 
+// What a sleeping loop waits for is the earliest deadline, not one from which a timer was re-armed.
+func TestTimerNext(t *testing.T) {
+	l := newLoop(t, Config{Clock: NewManualClock(1)})
+	var timers [3]*Timer
+	for i := range timers {
+		timers[i] = l.NewTimer(func(int64) {})
+		timers[i].Arm(1000 + int64(i))
+	}
+	for i, deadline := range []int64{5000, 4000, 6000} {
+		timers[i].Arm(deadline)
+	}
+	if at := l.timers.next(); at != 4000 {
+		t.Errorf("the next deadline is %d", at)
+	}
+	for i := range timers {
+		timers[i].Stop()
+	}
+	if at := l.timers.next(); at != 0 {
+		t.Errorf("the next deadline is %d without a timer", at)
+	}
+}
+
 // A timer that arms itself for now runs once per iteration and does not monopolise the loop.
 func TestTimerRearmsItself(t *testing.T) {
 	l := newLoop(t, Config{Clock: NewManualClock(1)})

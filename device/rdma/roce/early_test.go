@@ -84,7 +84,7 @@ func TestEarlyProbeInVain(t *testing.T) {
 	late := func(n int) (again uint64) {
 		before := a.q.Stats().Retransmits
 		for range n {
-			f.delay = 150e3 // a response time of 300 us: the probe goes out before the response is here
+			f.delay = 250e3 // a response time of 500 us: the probe goes out before the response is here
 			send(WRWrite, 1)
 			f.delay = 20e3
 			for range 5 {

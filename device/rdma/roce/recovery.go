@@ -24,7 +24,7 @@ const (
 	probeFactor = 8   // of the smoothed response time
 	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
 
-	earlyMin     = 200e3 // ns
+	earlyMin     = 350e3 // ns
 	earlyPackets = 4     // in flight at most: they are sent again
 	earlyBackoff = 4     // doublings at most of the time until the early probe, for a path with late responses
 	earlyCalm    = 64    // advances of una until it comes earlier again

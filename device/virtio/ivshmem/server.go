@@ -45,6 +45,8 @@ type Server struct {
 	ln  *localsocket.Listener
 	wg  sync.WaitGroup
 
+	standTimeout time.Duration
+
 	attached atomic.Bool // now is not nil
 	keeps    atomic.Bool // the keeper has what QEMU was given
 
@@ -71,8 +73,8 @@ const sendTimeout = 10 * time.Second
 // releaseTimeout bounds how long the device may take to let go of guest memory.
 const releaseTimeout = 10 * time.Second
 
-// standPatience bounds how long a VM that stops waits for a session that is being resumed.
-const standPatience = 10 * time.Second
+// standTimeout bounds how long a VM that stops waits for a session that is being resumed.
+const standTimeout = 10 * time.Second
 
 // Listen makes the socket and serves it. Vectors tells how many vectors QEMU's device needs.
 func Listen(cfg Config) (*Server, error) {
@@ -86,7 +88,7 @@ func Listen(cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("ivshmem: %s: %w", cfg.Path, err)
 	}
-	s := &Server{cfg: cfg, log: loglimit.New(cfg.Log), ln: ln}
+	s := &Server{cfg: cfg, log: loglimit.New(cfg.Log), ln: ln, standTimeout: standTimeout}
 	s.resume()
 	s.wg.Add(1)
 	go s.accept()
@@ -293,11 +295,24 @@ func (s *Server) MachineReset() {
 // stopped, the device writes nothing more, and its state is in BAR 2, also if its session was still being resumed.
 func (s *Server) Run(on bool) {
 	if se := s.tellRun(on); se != nil && !on {
+		s.await(se)
+	}
+}
+
+// await waits for a session that is being resumed, but holds up no vnicd that ends: the next one resumes it.
+func (s *Server) await(se *session) {
+	timeout := time.After(s.standTimeout)
+	look := time.NewTicker(10 * time.Millisecond)
+	defer look.Stop()
+	for !s.ending() {
 		select {
 		case <-se.begun:
-		case <-time.After(standPatience):
+			return
+		case <-timeout:
 			s.log.Error("the HCA is still being resumed though its VM has stopped: what it writes does not leave with the VM",
 				"socket", s.cfg.Path)
+			return
+		case <-look.C:
 		}
 	}
 }

@@ -250,6 +250,27 @@ func TestStateMovesWhileResumed(t *testing.T) {
 	})
 }
 
+// A vnicd that ends, for an upgrade of all VMs, does not wait with such a VM: the next one goes on.
+func TestEndsWhileResumed(t *testing.T) {
+	twice(t, func(t *testing.T, killed bool) {
+		p := newProcess(t)
+		p.s.Run(true)
+		p.addMemory(0)
+		g := p.attach()
+		defer g.detach()
+		g.start(1 << 12)
+		hold := make(chan struct{})
+		next := p.next(killed, &lasting{device: &device{}, hold: hold})
+		defer close(hold) // before next is closed
+		next.s.standTimeout = time.Hour
+		time.AfterFunc(20*time.Millisecond, next.k.End)
+		next.s.Run(false)
+		if next.s.settled() {
+			t.Error("the session was resumed: nothing waited")
+		}
+	})
+}
+
 // A driver that is beginning, or has gone, while a process ends is none that came from elsewhere: it goes on.
 func TestNoStateAfterProcess(t *testing.T) {
 	for _, status := range []uint32{chosen, 0} {

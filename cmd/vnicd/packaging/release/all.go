@@ -28,7 +28,7 @@ func (b *builder) all() error {
 		if err != nil {
 			return err
 		}
-		text, err := b.licences(arch)
+		text, err := os.ReadFile(b.licenceFile(arch))
 		if err != nil {
 			return err
 		}
@@ -107,7 +107,7 @@ func cutNotes(changelog, title, ref string) ([]byte, error) {
 		if absolute.MatchString(target) {
 			return s
 		}
-		return "](" + "https://github.com/vnicd/vnicd/blob/" + ref + "/" + path.Clean(target) + ")"
+		return "](https://github.com/vnicd/vnicd/blob/" + ref + "/" + path.Clean(target) + ")"
 	})
 	if section = strings.TrimSpace(section); section == "" {
 		return nil, fmt.Errorf("the section %q of CHANGELOG.md is empty", title)

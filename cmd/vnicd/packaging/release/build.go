@@ -44,7 +44,7 @@ func (b *builder) host(arch string) (*spec, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := os.WriteFile(filepath.Join(dir, "third-party-licences.txt"), licences, 0o644); err != nil {
+	if err := os.WriteFile(b.licenceFile(arch), licences, 0o644); err != nil {
 		return nil, err
 	}
 	return b.describe("vnicd", dir)
@@ -53,6 +53,11 @@ func (b *builder) host(arch string) (*spec, error) {
 // binary returns the path of the daemon that host builds.
 func (b *builder) binary(arch string) string {
 	return filepath.Join(b.work, "host-"+arch, "usr/bin/vnicd")
+}
+
+// licenceFile returns the path of the licences that host writes.
+func (b *builder) licenceFile(arch string) string {
+	return filepath.Join(b.work, "host-"+arch, "third-party-licences.txt")
 }
 
 // guest copies the module's source with the version in it.

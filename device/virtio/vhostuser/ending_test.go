@@ -1,8 +1,11 @@
 package vhostuser_test
 
 import (
+	"fmt"
+	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -130,4 +133,112 @@ func endsAt(t *testing.T, at int) (reached bool) {
 		t.Error("no reply with memory")
 	}
 	return reached
+}
+
+// ender is a Keeper whose process is told to end at one of its calls.
+type ender struct {
+	*testutil.Keeper
+	left    atomic.Int64  // calls before that one
+	reached chan struct{} // closed at that call
+	told    chan struct{} // the call goes on once this is closed
+}
+
+func (e *ender) step() {
+	if e.left.Add(-1) == -1 {
+		e.End()
+		close(e.reached)
+		<-e.told
+	}
+}
+
+// Keep is called after the process was told.
+func (e *ender) Keep(name string, fd int) error {
+	e.step()
+	return e.Keeper.Keep(name, fd)
+}
+
+// Forget is called after the process was told.
+func (e *ender) Forget(name string) error {
+	e.step()
+	return e.Keeper.Forget(name)
+}
+
+// Ending is called before the process is told.
+func (e *ender) Ending() bool {
+	defer e.step()
+	return e.Keeper.Ending()
+}
+
+// TestEndsWhileResuming: a process that is told to end at any step at which it continues a device leaves it to the next
+// one, whether the device has a journal or not (CO-1).
+func TestEndsWhileResuming(t *testing.T) {
+	for name, mute := range map[string]bool{"journal": false, "no journal": true} {
+		t.Run(name, func(t *testing.T) {
+			d, m := newDaemon(t), memory(t, regions...)
+			_ = d.srv.Close()
+			d.mute = mute
+			d.start(nil)
+			f := open(t, frontend.Config{Path: d.path, Memory: m, Features: echoFeature})
+			note(t, f, "noted")
+			n := 0
+			for ; d.endsWhileResuming(n); n++ {
+				d.via = d.s
+				d.next()
+				what := fmt.Sprint("told to end at step ", n)
+				polled(t, f, m, 0, what)
+				polled(t, f, m, 1, what)
+				noted(t, f, "noted")
+				untold(t, f)
+				want := countRuns
+				if mute {
+					want = countIdle
+				}
+				if got := d.s.Names(); len(got) != want {
+					t.Errorf("%s: kept: %q", what, got)
+				}
+				if t.Failed() {
+					t.Fatalf("%s\n%s", what, d.log)
+				}
+			}
+			if n < 3 {
+				t.Errorf("only %d steps", n)
+			}
+		})
+	}
+}
+
+// endsWhileResuming hands the device over to a process that is told to end at step n, and reports whether there is such
+// a step.
+func (d *daemon) endsWhileResuming(n int) bool {
+	d.t.Helper()
+	d.end()
+	e := &ender{Keeper: d.s, reached: make(chan struct{}), told: make(chan struct{})}
+	e.left.Store(int64(n))
+	d.via = e
+	d.listen(d.s.Pass())
+	reached := false
+	testutil.Eventually(d.t, "the connection is resumed, or step "+fmt.Sprint(n), func() bool {
+		select {
+		case <-e.reached:
+			reached = true
+		default:
+		}
+		return reached || d.c.Status().Pending == 0
+	})
+	if !reached {
+		e.left.Store(-1)
+		close(e.told)
+		return false
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- d.srv.Close() }()
+	testutil.Eventually(d.t, "the server closes", func() bool {
+		_, err := os.Stat(d.path)
+		return os.IsNotExist(err)
+	})
+	close(e.told)
+	if err := <-closed; err != nil {
+		d.t.Error(err)
+	}
+	return true
 }

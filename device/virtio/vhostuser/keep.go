@@ -210,13 +210,16 @@ func opensFreely(fd int) bool {
 		(fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.HUGETLBFS_MAGIC)
 }
 
-func (k *keeping) forget(name string) {
+// forget removes a descriptor, and reports whether the keeper has it no more: one whose process ends keeps it.
+func (k *keeping) forget(name string) bool {
 	if k.to == nil {
-		return
+		return true
 	}
-	if err := k.to.Forget(name); err != nil {
+	err := k.to.Forget(name)
+	if err != nil {
 		k.log.Warn("cannot be removed from systemd's store", "what", name, "error", err)
 	}
+	return err == nil && !k.to.Ending() // asked afterwards: the process may have been told to end meanwhile
 }
 
 // write stores the connection's state.

@@ -157,19 +157,16 @@ func (se *session) giveUp(err error) {
 
 // forgetRun ends the description.
 func (se *session) forgetRun() {
-	names := se.running.names(&se.kept)
+	journal := se.running.journal
 	se.running.last, se.running.journal = nil, ""
 	se.saveState()
-	if k := se.kept.to; k != nil && k.Ending() {
-		return // the keeper removes nothing any more, and has an open file once: handed uses the names
+	if journal != "" {
+		se.kept.forget(journal)
 	}
-	for _, name := range names {
-		se.kept.forget(name)
-	}
-	clear(se.running.files)
 	for i := range se.rings {
 		se.rings[i].files, se.rings[i].spare = [3]*keptFile{}, nil
 	}
+	se.forgetUnused()
 }
 
 // nameFiles adds the names of the rings' eventfds to h, and stores those that are not kept yet.
@@ -254,9 +251,8 @@ func (se *session) forgetUnused() {
 		}
 	}
 	for id, f := range se.running.files {
-		if !used[f] {
+		if !used[f] && se.kept.forget(se.kept.part(f.name)) {
 			delete(se.running.files, id)
-			se.kept.forget(se.kept.part(f.name))
 		}
 	}
 }

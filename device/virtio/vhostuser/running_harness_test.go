@@ -203,6 +203,14 @@ func newDaemon(t *testing.T) *daemon {
 
 func (d *daemon) start(kept vhostuser.Kept) {
 	d.t.Helper()
+	d.listen(kept)
+	if kept != nil {
+		testutil.Eventually(d.t, "the connection is resumed", func() bool { return d.c.Status().Pending == 0 })
+	}
+}
+
+func (d *daemon) listen(kept vhostuser.Kept) {
+	d.t.Helper()
 	d.log, d.c, d.dev = &testlog.Log{}, &vhostuser.Continuity{}, newLasting()
 	d.dev.mute = d.mute
 	srv, err := vhostuser.Listen(vhostuser.Config{Path: d.path, KeepAs: "hca/one", Keeper: d.via, Kept: kept,
@@ -212,9 +220,6 @@ func (d *daemon) start(kept vhostuser.Kept) {
 	}
 	d.t.Cleanup(func() { _ = srv.Close() })
 	d.srv = srv
-	if kept != nil {
-		testutil.Eventually(d.t, "the connection is resumed", func() bool { return d.c.Status().Pending == 0 })
-	}
 }
 
 // kill ends the process as SIGKILL does.

@@ -11,7 +11,7 @@ ROUNDS      ?= 5
 TIME        ?= 1s
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages release deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages oci-image release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ libvnicd-package: ## Debian package of it, with headers: build/libvnicd-dev_*.de
 
 guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-dkms_*.deb
 	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) guest
+
+oci-image: ## the host's OCI image: build/vnicd-*-linux-amd64.oci.tar, for `podman load`
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) image
 
 release: ## all files of a release: build/release (two runs give the same bytes)
 	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) all
@@ -92,7 +95,7 @@ test-module: image ## the kernel module compiles without warnings of compiler an
 	WERROR=1 W=1 C=2 vm-images/build module guestdrv/linux $(BUILD)/module-checked
 
 # VM tests that would make `make test` longer than half an hour.
-LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHCAMigrates|TestHCAMigratesBesideRXE|TestHostApplications|TestHostConnections|TestHostStreams|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLabCommand|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestODPRelease|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSnapshot|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMigrates|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
+LONG = ^(TestBesideRXE|TestBeyondQuota|TestCongestedRouter|TestConnections|TestContainer|TestContinuity|TestDriverGone|TestFaultyDevice|TestGuestMemory|TestGuestNetwork|TestHCAMigrates|TestHCAMigratesBesideRXE|TestHostApplications|TestHostConnections|TestHostStreams|TestImage|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLabCommand|TestLimits|TestLinuxPeers|TestODPOversubscribed|TestODPPrograms|TestODPRelease|TestOrdinaryUser|TestPage|TestPausedVM|TestPrograms|TestProgramsOnOneHost|TestProtectedUnderlay|TestREADME|TestReleaseWhileLost|TestReleaseWhileStopped|TestService|TestSkew|TestSnapshot|TestSoak|TestSparseRegion|TestTenants|TestVLANUnderlay|TestVMMigrates|TestVMMoves|TestVMQuarantine|TestVerbsSuite)$$
 
 # Kills, upgrades and pauses in number, for hours: run in parts (integration/README.md); and an upgrade from a commit
 # that has to be named.

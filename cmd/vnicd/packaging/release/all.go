@@ -37,7 +37,7 @@ func (b *builder) all() error {
 				"third-party-licences.txt is for all", arch)
 		}
 		licences = text
-		if err := errors.Join(b.tarball(host, arch, dir), b.writeSBOM(arch, dir)); err != nil {
+		if err := errors.Join(b.tarball(host, arch, dir), b.image(host, arch, dir), b.writeSBOM(arch, dir)); err != nil {
 			return err
 		}
 		if arch != host.arch { // packages are for the architecture that is tested

@@ -169,16 +169,22 @@ func compressAll(pattern string) error {
 
 // writeGzip writes a compressed file without name and time.
 func writeGzip(path string, data []byte) error {
-	var z bytes.Buffer
-	w, err := gzip.NewWriterLevel(&z, gzip.BestCompression)
+	z, err := zip(data)
 	if err != nil {
 		return err
 	}
+	return os.WriteFile(path, z, 0o644)
+}
+
+func zip(data []byte) ([]byte, error) {
+	var z bytes.Buffer
+	w, err := gzip.NewWriterLevel(&z, gzip.BestCompression)
+	if err != nil {
+		return nil, err
+	}
 	if _, err := w.Write(data); err != nil {
-		return err
+		return nil, err
 	}
-	if err := w.Close(); err != nil {
-		return err
-	}
-	return os.WriteFile(path, z.Bytes(), 0o644)
+	err = w.Close()
+	return z.Bytes(), err
 }

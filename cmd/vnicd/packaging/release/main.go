@@ -1,10 +1,10 @@
 // Command release makes vnicd's packages, and all files of a release. Run it in the project's root:
 //
-//	release [-version vX.Y.Z] [-out build] host|guest|library|all
+//	release [-version vX.Y.Z] [-out build] host|guest|library|image|all
 //
-// With "host", "guest" and "library" it makes the Debian package in the output folder. With "all" it makes a folder
-// "release" there (README.md of this folder's parent says what is in it). The same commit, compiled by the same version
-// of Go, gives the same bytes.
+// With "host", "guest" and "library" it makes the Debian package in the output folder, with "image" the host's OCI
+// image. With "all" it makes a folder "release" there (README.md of this folder's parent says what is in it). The same
+// commit, compiled by the same version of Go, gives the same bytes.
 package main
 
 import (
@@ -35,7 +35,7 @@ func main() {
 	described := flag.String("version", "", "as `git describe` prints it")
 	out := flag.String("out", "build", "folder for the packages")
 	flag.Usage = func() {
-		fmt.Fprintln(os.Stderr, "usage: release [-version vX.Y.Z] [-out build] host|guest|library|all")
+		fmt.Fprintln(os.Stderr, "usage: release [-version vX.Y.Z] [-out build] host|guest|library|image|all")
 		flag.PrintDefaults()
 	}
 	flag.Parse()
@@ -90,10 +90,16 @@ func run(root, described, out, what string) (err error) {
 			return err
 		}
 		return b.replaceDeb(s)
+	case "image":
+		s, err := b.host("amd64")
+		if err != nil {
+			return err
+		}
+		return b.image(s, "amd64", b.out)
 	case "all":
 		return b.all()
 	}
-	return fmt.Errorf("%q: expected host, guest, library or all", what)
+	return fmt.Errorf("%q: expected host, guest, library, image or all", what)
 }
 
 // command runs a program in the project's root with additions to the environment, and returns its output.

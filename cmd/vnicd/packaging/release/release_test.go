@@ -73,7 +73,8 @@ func TestRelease(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, err := range []error{b.pack(host, "deb", dir), b.pack(host, "rpm", dir), b.pack(guest, "deb", dir),
-			b.pack(guest, "rpm", dir), b.tarball(host, "amd64", dir), b.writeSBOM("amd64", dir)} {
+			b.pack(guest, "rpm", dir), b.tarball(host, "amd64", dir), b.image(host, "amd64", dir),
+			b.writeSBOM("amd64", dir)} {
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -108,6 +109,9 @@ func TestRelease(t *testing.T) {
 	})
 	t.Run("tarball", func(t *testing.T) {
 		testTarball(t, file("vnicd-%s-linux-amd64.tar.gz"), file("vnicd_%s_amd64.deb"), "vnicd-"+version+"-linux-amd64")
+	})
+	t.Run("image", func(t *testing.T) {
+		testImage(t, file("vnicd-%s-linux-amd64.oci.tar"), file("vnicd_%s_amd64.deb"), "vnicd:1.2.3-rc1-4-gabcdef0")
 	})
 	t.Run("sbom", func(t *testing.T) { testSBOM(t, file("vnicd-%s-linux-amd64.spdx.json"), file("vnicd_%s_amd64.deb")) })
 }
@@ -321,6 +325,85 @@ func testTarball(t *testing.T, path, deb, prefix string) {
 	}
 }
 
+// testImage: every part has the sum and the size by which it is named, and the layer has the package's files.
+func testImage(t *testing.T, path, deb, name string) {
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	parts := map[string][]byte{}
+	for a := tar.NewReader(f); ; {
+		h, err := a.Next()
+		if err == io.EOF {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		if parts[h.Name], err = io.ReadAll(a); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if layout := string(parts["oci-layout"]); layout != `{"imageLayoutVersion":"1.0.0"}` {
+		t.Errorf("layout %s", layout)
+	}
+	blob := func(b ociBlob, mediaType string) []byte {
+		data, ok := parts["blobs/"+strings.Replace(b.Digest, ":", "/", 1)]
+		if !ok || len(data) != b.Size || fmt.Sprintf("sha256:%x", sha256.Sum256(data)) != b.Digest ||
+			b.MediaType != mediaType {
+			t.Fatalf("%+v: found %v, %d bytes; expected %s", b, ok, len(data), mediaType)
+		}
+		return data
+	}
+	decode := func(text []byte, v any) {
+		if err := json.Unmarshal(text, v); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var index ociIndex
+	decode(parts["index.json"], &index)
+	if len(index.Manifests) != 1 || index.Manifests[0].Annotations["org.opencontainers.image.ref.name"] != name ||
+		*index.Manifests[0].Platform != (ociPlatform{"amd64", "linux"}) {
+		t.Fatalf("%+v", index)
+	}
+	var manifest ociManifest
+	decode(blob(index.Manifests[0], mediaManifest), &manifest)
+	var config ociConfig
+	decode(blob(manifest.Config, mediaConfig), &config)
+	if len(manifest.Layers) != 1 || len(config.RootFS.DiffIDs) != 1 {
+		t.Fatalf("%+v, %+v", manifest, config)
+	}
+	z, err := gzip.NewReader(bytes.NewReader(blob(manifest.Layers[0], mediaLayer)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	layer, err := io.ReadAll(z)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sum := fmt.Sprintf("sha256:%x", sha256.Sum256(layer)); config.RootFS.DiffIDs[0] != sum {
+		t.Errorf("the layer has the sum %s, not %s", sum, config.RootFS.DiffIDs[0])
+	}
+	files, _ := inTar(t, bytes.NewReader(layer), ".", "")
+	debian, _ := inDeb(t, deb, "")
+	own := map[string]int64{"/run/vnicd": 0o755, "/tmp": 0o1777}
+	for p, e := range files {
+		if mode, ok := own[p]; ok && e.mode == mode|syscall.S_IFDIR {
+			continue
+		}
+		if debian[p] != e {
+			t.Errorf("%s: image %+v, deb %+v", p, e, debian[p])
+		}
+	}
+	for _, p := range append(config.Config.Entrypoint, "/run/vnicd", "/tmp", "/etc/vnicd/vnicd.yaml",
+		"/usr/share/doc/vnicd/third-party-licences.txt", "/usr/share/licenses/vnicd/LICENSE",
+		"/usr/libexec/vnicd/vnicd-hca") {
+		if _, ok := files[p]; !ok {
+			t.Errorf("the image has no %s", p)
+		}
+	}
+}
+
 // testSBOM: the document has what SPDX 2.3 requires, and the checksum of the packaged program.
 func testSBOM(t *testing.T, path, deb string) {
 	text, err := os.ReadFile(path)
@@ -394,7 +477,7 @@ func twice(t *testing.T, described string) string {
 		return files
 	}
 	a, b := read(first), read(second)
-	if len(a) != 11 || len(b) != 11 {
+	if len(a) != 13 || len(b) != 13 {
 		t.Errorf("%q and %q", slices.Sorted(maps.Keys(a)), slices.Sorted(maps.Keys(b)))
 	}
 	for name := range a {

@@ -29,23 +29,7 @@ func (b *builder) tarball(s *spec, arch, dir string) (err error) {
 		if c.Packager == "rpm" || strings.HasPrefix(c.Path, "/usr/share/lintian/") {
 			continue // what is for a packager only; where their paths differ, Debian's
 		}
-		h := &tar.Header{Name: name + c.Path, ModTime: b.time, Uname: "root", Gname: "root", Format: tar.FormatPAX}
-		var data []byte
-		switch c.Type {
-		case "symlink":
-			h.Typeflag, h.Linkname, h.Mode = tar.TypeSymlink, c.Source, 0o777
-		case "dir":
-			h.Typeflag, h.Name, h.Mode = tar.TypeDir, h.Name+"/", int64(c.Info.Mode)
-		default:
-			if data, err = os.ReadFile(c.Source); err != nil {
-				return err
-			}
-			h.Typeflag, h.Size, h.Mode = tar.TypeReg, int64(len(data)), int64(c.Info.Mode)
-		}
-		if err := w.WriteHeader(h); err != nil {
-			return err
-		}
-		if _, err := w.Write(data); err != nil {
+		if err := b.archive(w, name, c); err != nil {
 			return err
 		}
 	}
@@ -54,4 +38,26 @@ func (b *builder) tarball(s *spec, arch, dir string) (err error) {
 	}
 	fmt.Println(path)
 	return nil
+}
+
+// archive writes one file, link or directory, at its path below a folder, with root's ownership and the release's time.
+func (b *builder) archive(w *tar.Writer, folder string, c content) (err error) {
+	h := &tar.Header{Name: folder + c.Path, ModTime: b.time, Uname: "root", Gname: "root", Format: tar.FormatPAX}
+	var data []byte
+	switch c.Type {
+	case "symlink":
+		h.Typeflag, h.Linkname, h.Mode = tar.TypeSymlink, c.Source, 0o777
+	case "dir":
+		h.Typeflag, h.Name, h.Mode = tar.TypeDir, h.Name+"/", int64(c.Info.Mode)
+	default:
+		if data, err = os.ReadFile(c.Source); err != nil {
+			return err
+		}
+		h.Typeflag, h.Size, h.Mode = tar.TypeReg, int64(len(data)), int64(c.Info.Mode)
+	}
+	if err := w.WriteHeader(h); err != nil {
+		return err
+	}
+	_, err = w.Write(data)
+	return err
 }

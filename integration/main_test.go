@@ -152,6 +152,11 @@ func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 		for _, h := range hosts {
 			s, _ := h.CLI(ctx, "status")
 			c, _ := h.CLI(ctx, "connection", "show")
+			for _, vm := range []string{"vm1", "vm2"} {
+				if v, err := h.CLI(ctx, "status", vm); err == nil {
+					s += "\n" + tail(v, 20000)
+				}
+			}
 			t.Logf("host %s:\n%s\n%s\n%s", h.Name, s, tail(c, 2000), tail(h.Log(), 4000))
 		}
 		for _, m := range *ms {
@@ -160,8 +165,8 @@ func dumpOnFailure(t *testing.T, hosts []*lab.Host, ms *[]*qemu.Machine) {
 				t.Logf("QEMU of %s has ended: %v", m.Name(), m.Wait(ctx))
 			default:
 			}
-			if r, err := m.Shell(ctx, "dmesg | tail -30"); err == nil {
-				t.Logf("last lines of the kernel log of %s:\n%s", m.Name(), r.Stdout)
+			if r, err := m.Shell(ctx, "dmesg | tail -30; rdma -dd resource show qp; rdma -dd resource show cq"); err == nil {
+				t.Logf("last lines of the kernel log of %s, and its objects:\n%s", m.Name(), tail(r.Stdout, 8000))
 			}
 		}
 	})

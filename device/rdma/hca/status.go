@@ -96,6 +96,16 @@ type QPStatus struct {
 	Engine int    `json:"engine"`
 	Dest   uint32 `json:"dest_qpn,omitempty"`
 	Path   string `json:"path,omitempty"` // remote GID
+	// The PSNs that the requester sends next and that the responder expects. The rest is what is not done yet: see
+	// roce.Progress; completions that are not in their queue; whether the peer or this side is not ready to receive.
+	SQPSN     uint32 `json:"sq_psn"`
+	RQPSN     uint32 `json:"rq_psn"`
+	Requests  int    `json:"requests,omitempty"`
+	Unacked   uint64 `json:"unacked,omitempty"`
+	Responses int    `json:"responses,omitempty"`
+	Unposted  int    `json:"unposted,omitempty"`
+	NotReady  bool   `json:"not_ready,omitempty"`
+	Refused   bool   `json:"refused,omitempty"`
 	// Waits describes the absent pages that the QP waits for.
 	Waits []string `json:"waits,omitempty"`
 }
@@ -216,7 +226,10 @@ func (d *Device) Describe() Status {
 	d.eachQP(func(q *qp) {
 		var a roce.Attr
 		q.t.Query(&a)
-		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.engine.id, Dest: a.DestQPN}
+		p := q.t.Progress()
+		x := QPStatus{QPN: q.n, Type: q.typ.String(), State: a.State.String(), Engine: q.engine.id, Dest: a.DestQPN,
+			SQPSN: a.SQPSN, RQPSN: a.RQPSN, Requests: p.Requests, Unacked: p.Unacked, Responses: p.Responses,
+			Unposted: len(q.unpostedCQEs), NotReady: p.NotReady, Refused: p.Refused}
 		if a.AV.DGID != [16]byte{} {
 			x.Path = net.IP(a.AV.DGID[:]).String()
 		}

@@ -158,6 +158,23 @@ func (q *QP) Query(a *Attr) {
 	a.RQPSN = uint32(q.resp.epsn & psnMask)
 }
 
+// Progress says how far a QP is in its work: of one that stands still, on which side.
+type Progress struct {
+	Requests  int    // send requests that were fetched and have not completed
+	Unacked   uint64 // PSNs that were sent and not acknowledged
+	Responses int    // READs and atomics of the peer that are not answered completely
+	NotReady  bool   // the peer's receiver is not ready: the requester waits
+	Refused   bool   // requests were refused: the responder waits for the one with the expected PSN
+}
+
+// Progress returns the QP's progress.
+func (q *QP) Progress() Progress {
+	return Progress{
+		Requests: int(q.req.tail - q.req.head), Unacked: q.req.sent - q.req.una, Responses: q.resp.pending,
+		NotReady: q.req.rnrUntil != 0, Refused: q.resp.nakSent,
+	}
+}
+
 // Close ends the QP. It completes nothing, and the adapter is not called again.
 func (q *QP) Close() {
 	q.resp.reorder.drop(q.link)

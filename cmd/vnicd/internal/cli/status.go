@@ -234,7 +234,7 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 		if q.Path != "" {
 			fmt.Fprintf(t, "\tto %#06x at %s", q.Dest, q.Path)
 		}
-		for _, w := range q.Waits {
+		for _, w := range append(undone(&q), q.Waits...) {
 			fmt.Fprintf(t, "\n        %s", w)
 		}
 		fmt.Fprintln(t)
@@ -250,6 +250,30 @@ func showVM(w io.Writer, v *daemon.VMStatus) {
 	t.Flush()
 	showFaults(w, v)
 	showMemory(w, &v.Memory)
+}
+
+// undone describes, in a line, what a queue pair has begun; none if that is nothing.
+func undone(q *hca.QPStatus) []string {
+	var what []string
+	add := func(n uint64, of string) {
+		if n > 0 {
+			what = append(what, fmt.Sprint(n, " ", of))
+		}
+	}
+	add(uint64(q.Requests), "requests in progress")
+	add(q.Unacked, "packets unacknowledged")
+	add(uint64(q.Responses), "READs or atomics to answer")
+	add(uint64(q.Unposted), "completions to post")
+	if q.NotReady {
+		what = append(what, "the peer is not ready to receive")
+	}
+	if q.Refused {
+		what = append(what, "the peer was refused")
+	}
+	if len(what) == 0 {
+		return nil
+	}
+	return []string{fmt.Sprintf("psn %#06x, expected %#06x: %s", q.SQPSN, q.RQPSN, strings.Join(what, ", "))}
 }
 
 // showHostMemory shows what the VM's objects occupy in the daemon, the largest kinds first.

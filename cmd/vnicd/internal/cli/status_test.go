@@ -44,8 +44,10 @@ func TestShowFaults(t *testing.T) {
 	v := &daemon.VMStatus{Name: "vm1", NetSocket: "n", Outlives: daemon.OutlivesKill, NetOutlives: daemon.OutlivesNothing,
 		DMA: dma, Control: control, HCA: hca.Status{
 			EngineTime: 1500 * time.Microsecond,
-			QPs:        []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}}},
-			Stats:      map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
+			QPs: []hca.QPStatus{{QPN: 17, Type: "RC", State: "RTS", Waits: []string{"responder: page absent"}},
+				{QPN: 18, Type: "RC", State: "RTS", SQPSN: 0x345, RQPSN: 0x12, Requests: 3, Unacked: 4, Responses: 5, Unposted: 6,
+					NotReady: true, Refused: true}},
+			Stats: map[string]uint64{"tx_rnr": 7, "fault_drops": 9},
 			HostMemory: translate.AccountStatus{Limit: 300 << 20, Used: 5 << 20, Most: 6 << 20, Refused: 8,
 				By: map[string]uint64{"device": 1 << 20, "qps": 4 << 20}},
 			Faults: hca.FaultStatus{
@@ -62,6 +64,8 @@ func TestShowFaults(t *testing.T) {
 		"net down socket n outlives nothing\nhca down socket  path mtu 0 outlives restart, kill\n",
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
+		"engine 0\n        psn 0x000345, expected 0x000012: 3 requests in progress, 4 packets unacknowledged, " +
+			"5 READs or atomics to answer, 6 completions to post, the peer is not ready to receive, the peer was refused\n",
 		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",
 		"    processor time net 0s, hca 1.5ms on engines; commands 1.23ms, messages 2s, paging 3m0s, commands may use 50%, 6 delayed\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",

@@ -36,6 +36,7 @@ func (q *QP) receiveResponse(p *wire.RoCE) {
 			q.recovery.scoreboard.DuplicateResponse(psn, q.req.sent)
 		} else if p.AETH().Syndrome.Kind() == wire.SyndromeACK {
 			q.receiverReady()
+			q.peerReturned()
 		}
 		return
 	}
@@ -151,7 +152,7 @@ func (q *QP) advanceUna(start uint64) {
 	q.req.retireReads()
 	q.recovery.early.answered()
 	q.recovery.measureRTT(q.req.una, q.now)
-	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes = 0, 0, 0
+	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes, q.recovery.returned = 0, 0, 0, false
 	if q.req.nxt > q.req.una {
 		q.recovery.arm(q.now, q.attr.RetryCnt)
 	}
@@ -287,4 +288,20 @@ func (q *QP) receiverReady() {
 		q.req.rnrLeft = min(q.req.rnrLeft+1, q.attr.RNRRetry)
 	}
 	q.wake()
+}
+
+// peerReturned is called for an acknowledgement of nothing new. After probes in vain it says that the peer is back, and
+// most likely without what was sent to it meanwhile: a vnicd sends one when it continues in another process or after a
+// pause (Thaw). What is unacknowledged is then sent again at once instead of after the time that the probes have
+// doubled. A late copy of an older acknowledgement, or a peer that sends many, causes one repetition until una
+// advances.
+func (q *QP) peerReturned() {
+	l := &q.recovery
+	if l.returned || l.probes < vainProbes || q.req.rnrUntil != 0 || q.req.stallUntil != 0 || !q.requesterActive() {
+		return
+	}
+	l.returned, l.silentSince = true, 0
+	l.timeoutAt, l.probes = 0, 0
+	l.cwnd.Restore() // it was no congestion
+	q.goBack()
 }

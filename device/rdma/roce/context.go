@@ -13,9 +13,10 @@ import (
 // into a new QP, which is frozen then: nothing happens before Thaw.
 //
 //	in the context      attributes, PSNs, work requests that were fetched and not completed, the message in progress,
-//	                    the receive request in use, the answers of READs and atomics that a duplicate may ask for
+//	                    the receive request in use, the answers of READs and atomics that a duplicate may ask for,
+//	                    whether the requester is a vnicd
 //	lost, as packets    kept and queued frames, acknowledgements
-//	learned again       congestion window, response times, what the peer understands
+//	learned again       congestion window, response times, what the peer understands as responder
 //	met again           absent pages that operations wait for
 //
 // After Thaw the requester sends again from its oldest unacknowledged packet (UC: the message in progress from its
@@ -533,14 +534,17 @@ func sumSGEs(s []SGE) (n uint64) {
 // record describes the responder: since version 4 what changes often is in words.
 func (r *responder) record(c *record.Codec, q *QP) {
 	failed, empty := r.fatal.syndrome != 0, r.emptyDue.hi != r.emptyDue.lo
-	flags := [...]*bool{&r.dropMessage, &r.haveRecv, &failed, &empty}
+	flags := []*bool{&r.dropMessage, &r.haveRecv, &failed, &empty, &r.peerSelective}
+	if !c.Since(6) {
+		flags = flags[:4]
+	}
 	w := [...]uint64{r.epsn, r.ackPSN, uint64(r.va), r.off, r.length, record.Pair(uint32(r.rkey), r.msn), r.accepted,
-		uint64(r.op) | record.Pack(flags[:]...)<<8}
+		uint64(r.op) | record.Pack(flags...)<<8}
 	c.Words(w[:])
 	if c.Reading() {
 		r.epsn, r.ackPSN, r.va, r.off, r.length = w[0], w[1], translate.VA(w[2]), w[3], w[4]
 		r.rkey, r.msn, r.accepted, r.op = translate.Key(w[5]), uint32(w[5]>>32), w[6], wire.Operation(w[7])
-		record.Unpack(w[7]>>8, flags[:]...)
+		record.Unpack(w[7]>>8, flags...)
 		checkPSN(c, &r.epsn, "expected PSN")
 		checkPSN(c, &r.ackPSN, "newest PSN executed")
 		if r.op > wire.Write || w[7]>>(8+len(flags)) != 0 || r.off > maxMessage || r.length > maxMessage ||

@@ -3,6 +3,7 @@ package roce
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand"
 	"testing"
 
@@ -13,10 +14,13 @@ import (
 
 func anywhere(*AddressVector) bool { return true }
 
+// newestRecord makes records with all fields of all versions.
+const newestRecord = math.MaxUint32
+
 // context returns the context of a frozen QP.
 func (n *node) context() []byte {
 	n.f.t.Helper()
-	w := record.Writer()
+	w := record.Writer().Of(newestRecord)
 	n.q.Context(w, n.f.now, nil)
 	if w.Err() != nil {
 		n.f.t.Fatal(w.Err())
@@ -25,7 +29,9 @@ func (n *node) context() []byte {
 }
 
 // adopt replaces the QP by a new one with that context.
-func (n *node) adopt(context []byte) error { return n.adoptFrom(record.Reader(context)) }
+func (n *node) adopt(context []byte) error {
+	return n.adoptFrom(record.Reader(context).Of(newestRecord))
+}
 
 func (n *node) adoptFrom(r *record.Codec) error {
 	q := NewQP(n.q.cfg, n)
@@ -351,5 +357,84 @@ func TestReadAfterKill(t *testing.T) {
 	same(t, "memory", to.buf, from.buf)
 	if requests < packets {
 		t.Errorf("%d requests, want at least %d", requests, packets)
+	}
+}
+
+// A peer whose process was killed, and that answers nothing for a while, says when it is back: what was sent to it
+// meanwhile comes again at once, not after the time that the probes have doubled.
+func TestPeerReturns(t *testing.T) {
+	for _, x := range []struct {
+		name string
+		op   WROpcode
+	}{{"WRITE", WRWrite}, {"SEND", WRSend}, {"READ", WRRead}, {"atomic", WRFetchAdd}} {
+		t.Run(x.name, func(t *testing.T) {
+			for seed := range int64(20) {
+				f := newFabric(t, seed)
+				o := opts()
+				o.timeout = 19 // 2.1 s
+				a, b := f.pair(o)
+				a.reg(1, 0, 1<<16, allAccess)
+				b.reg(2, 0, 1<<16, allAccess)
+				n := 0
+				post := func(op WROpcode) {
+					b.postRecv(sge(2, 0, 64))
+					a.post(WQE{Opcode: op, RKey: 2, RemoteVA: 1 << 12, SGEs: []SGE{sge(1, 0, 8)}})
+					n++
+				}
+				done := func() bool { return len(a.sends) == n }
+				for _, op := range []WROpcode{WRWrite, WRSend, WRRead, WRFetchAdd} { // response times are known
+					post(op)
+					f.until("a request", 1e9, done)
+				}
+				f.loss = func(*wire.RoCE) bool { return true }
+				post(x.op)
+				back := int64(0)
+				f.after(600e6+f.rng.Int63n(900e6), func() {
+					f.loss, back = nil, f.now
+					b.move(1e6)
+				})
+				f.until("the request", 10e9, done)
+				if d := f.now - back; back == 0 || d > 20e6 {
+					t.Errorf("seed %d: it took %d ms", seed, d/1e6)
+				}
+				if a.q.recovery.returned {
+					t.Error("the next silence would have no end")
+				}
+			}
+		})
+	}
+}
+
+// TestReturnsOnce: a peer that acknowledges nothing new again and again makes the requester probe anew once, not more.
+func TestReturnsOnce(t *testing.T) {
+	f := newFabric(t, 1)
+	o := opts()
+	o.timeout = 19
+	a, b := f.pair(o)
+	a.reg(1, 0, 1<<16, allAccess)
+	b.reg(2, 0, 1<<16, allAccess)
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	f.until("a request", 1e9, func() bool { return len(a.sends) == 1 })
+	sent := 0
+	f.loss = func(p *wire.RoCE) bool {
+		if p.Info.Op == wire.Write {
+			sent++
+		}
+		return true
+	}
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	for f.now < 1e9 && f.step() {
+	}
+	sent = 0
+	for ms := range int64(1000) {
+		f.after(ms*1e6, func() {
+			a.inject(craft{op: wire.OpRCAck, psn: o.psnA, syn: wire.NoCredits})
+			a.runAll()
+		})
+	}
+	for f.now < 2e9 && f.step() {
+	}
+	if sent < 4 || sent > 12 { // once, and the probes after that
+		t.Errorf("1000 acknowledgements of nothing new within 1 s: %d packets were sent again", sent)
 	}
 }

@@ -23,6 +23,7 @@ const (
 	probeMin    = 4e6 // ns
 	probeFactor = 8   // of the smoothed response time
 	maxProbes   = 16  // doublings of the time between probes; with that many the timeout comes first
+	vainProbes  = 2   // so many without an answer: the peer is away
 
 	earlyMin     = 350e3 // ns
 	earlyPackets = 4     // in flight at most: they are sent again
@@ -50,6 +51,7 @@ type lossRecovery struct {
 
 	retryLeft uint8
 	probes    uint8 // tail-loss probes since una last advanced
+	returned  bool  // since then the peer was away, and has said that it is back
 	early     earlyProbe
 	timeout   int64  // local ACK timeout, ns; 0: none
 	rtxAt     int64  // deadline of the retransmission timer, for a probe or for the timeout; 0: not armed

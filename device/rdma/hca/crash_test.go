@@ -99,7 +99,10 @@ func (g *guest) replaceStopped(c corpse) {
 		g.tb.Fatal(err)
 	}
 	g.Device, g.dataSide, g.space = d, d.data, translate.NewSpace(1)
-	if err := g.space.Map(memBase, g.mem); err != nil {
+	if g.paged { // nothing of it has been touched
+		g.driver.Close()
+		g.servePages()
+	} else if err := g.space.Map(memBase, g.mem); err != nil {
 		g.tb.Fatal(err)
 	}
 	g.Connected(fakeConn{g})

@@ -251,10 +251,7 @@ func (g *guest) connect() {
 	spaces := []*translate.Space{g.view, g.space}
 	if g.paged {
 		spaces = spaces[:1]
-		g.driver = hostdriver.New(g.space, hclog.NewNullLogger(), hostdriver.Options{})
-		if err := g.driver.AddSlot(hostdriver.Slot{GuestPA: uint64(memBase), Size: memSize, FD: fd}); err != nil {
-			g.tb.Fatal(err)
-		}
+		g.servePages()
 	}
 	for _, s := range spaces {
 		if err := s.Map(memBase, mem); err != nil {
@@ -267,6 +264,15 @@ func (g *guest) connect() {
 	}
 	g.up.Store(true)
 	g.setUpDriver()
+}
+
+// servePages gives the memory to a host driver.
+func (g *guest) servePages() {
+	g.tb.Helper()
+	g.driver = hostdriver.New(g.space, hclog.NewNullLogger(), hostdriver.Options{})
+	if err := g.driver.AddSlot(hostdriver.Slot{GuestPA: uint64(memBase), Size: memSize, FD: g.memfd}); err != nil {
+		g.tb.Fatal(err)
+	}
 }
 
 func (g *guest) setUpDriver() {

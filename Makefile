@@ -9,9 +9,10 @@ PACKAGES    ?=
 ONLY        ?=
 ROUNDS      ?= 5
 TIME        ?= 1s
+APT_KEY     ?=
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages oci-image release deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages oci-image apt-tree release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,8 +48,11 @@ guest-packages: ## Debian package for guests, the module with DKMS: build/vnicd-
 oci-image: ## the host's OCI image: build/vnicd-*-linux-amd64.oci.tar, for `podman load`
 	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) image
 
-release: ## all files of a release: build/release (two runs give the same bytes)
-	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) all
+apt-tree: ## packages for apt-get, to be served: build/vnicd-*-apt.tar (APT_KEY=fingerprint of gpg's key that signs them)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) -apt-key "$(APT_KEY)" apt
+
+release: ## all files of a release: build/release (APT_KEY as above; two runs give the same bytes, signatures aside)
+	$(GO) run ./cmd/vnicd/packaging/release -version $(VERSION) -out $(BUILD) -apt-key "$(APT_KEY)" all
 
 demo: image build ## two VMs on two "hosts", RDMA between them (root is not needed)
 	$(GO) run -exec 'vm-images/rootless --net' ./integration/demo

@@ -56,6 +56,9 @@ func (b *builder) all() error {
 		os.WriteFile(filepath.Join(dir, "release-notes.md"), notes, 0o644)); err != nil {
 		return err
 	}
+	if err := b.apt(dir, dir); err != nil {
+		return err
+	}
 	return writeSums(dir)
 }
 

@@ -5,10 +5,7 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"maps"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -102,7 +99,7 @@ func (b *builder) image(s *spec, arch, dir string) error {
 	l["index.json"] = encode(ociIndex{2, mediaIndex, []ociBlob{manifest}})
 
 	path := filepath.Join(dir, fmt.Sprintf("vnicd-%s-linux-%s.oci.tar", b.version.pkg(), arch))
-	if err := l.write(path, b.time); err != nil {
+	if err := archiveFiles(l).write(path, b.time); err != nil {
 		return err
 	}
 	fmt.Println(path)
@@ -126,27 +123,6 @@ func (l ociLayout) add(mediaType string, data []byte) ociBlob {
 	blob := ociBlob{MediaType: mediaType, Digest: digest(data), Size: len(data)}
 	l["blobs/"+strings.ReplaceAll(blob.Digest, ":", "/")] = data
 	return blob
-}
-
-// write writes the files, which get a time, as an archive.
-func (l ociLayout) write(path string, when time.Time) (err error) {
-	file, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, file.Close()) }()
-	w := tar.NewWriter(file)
-	for _, name := range slices.Sorted(maps.Keys(l)) {
-		h := &tar.Header{Name: name, Typeflag: tar.TypeReg, Size: int64(len(l[name])), Mode: 0o644, ModTime: when,
-			Format: tar.FormatPAX}
-		if err := w.WriteHeader(h); err != nil {
-			return err
-		}
-		if _, err := w.Write(l[name]); err != nil {
-			return err
-		}
-	}
-	return w.Close()
 }
 
 // imageName returns the name by which a loaded image is known. A tag has no "~" and no "+".

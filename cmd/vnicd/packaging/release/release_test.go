@@ -42,8 +42,8 @@ func output(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
-// TestRelease makes packages, tarball and SBOM and compares what they have. With -reproduce it makes all of a release
-// twice and compares the bytes.
+// TestRelease makes packages, tarball, apt tree and SBOM and compares what they have. With -reproduce it makes all of a
+// release twice and compares the bytes.
 func TestRelease(t *testing.T) {
 	nstest.Require(t, "rpm", "rpm")
 	nstest.Require(t, "dpkg-deb", "dpkg")
@@ -74,7 +74,7 @@ func TestRelease(t *testing.T) {
 		}
 		for _, err := range []error{b.pack(host, "deb", dir), b.pack(host, "rpm", dir), b.pack(guest, "deb", dir),
 			b.pack(guest, "rpm", dir), b.tarball(host, "amd64", dir), b.image(host, "amd64", dir),
-			b.writeSBOM("amd64", dir)} {
+			b.writeSBOM("amd64", dir), b.apt(dir, dir)} {
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -112,6 +112,9 @@ func TestRelease(t *testing.T) {
 	})
 	t.Run("image", func(t *testing.T) {
 		testImage(t, file("vnicd-%s-linux-amd64.oci.tar"), file("vnicd_%s_amd64.deb"), "vnicd:1.2.3-rc1-4-gabcdef0")
+	})
+	t.Run("apt", func(t *testing.T) {
+		testAptRelease(t, file("vnicd-%s-apt.tar"), file("vnicd_%s_amd64.deb"), file("vnicd-dkms_%s_all.deb"))
 	})
 	t.Run("sbom", func(t *testing.T) { testSBOM(t, file("vnicd-%s-linux-amd64.spdx.json"), file("vnicd_%s_amd64.deb")) })
 }
@@ -448,7 +451,7 @@ func testSBOM(t *testing.T, path, deb string) {
 // time zone. It returns the folder of the first.
 func twice(t *testing.T, described string) string {
 	first, second, copied := t.TempDir(), t.TempDir(), filepath.Join(t.TempDir(), "elsewhere")
-	if err := run(project, described, first, "all"); err != nil {
+	if err := run(project, described, first, "", "all"); err != nil {
 		t.Fatal(err)
 	}
 	defer syscall.Umask(syscall.Umask(0o077))
@@ -458,7 +461,7 @@ func twice(t *testing.T, described string) string {
 	t.Setenv("GOCACHE", t.TempDir())
 	t.Setenv("TZ", "Asia/Kathmandu")
 	t.Setenv("LC_ALL", "C.UTF-8")
-	if err := run(copied, described, second, "all"); err != nil {
+	if err := run(copied, described, second, "", "all"); err != nil {
 		t.Fatal(err)
 	}
 	read := func(dir string) map[string]string {
@@ -477,7 +480,7 @@ func twice(t *testing.T, described string) string {
 		return files
 	}
 	a, b := read(first), read(second)
-	if len(a) != 13 || len(b) != 13 {
+	if len(a) != 14 || len(b) != 14 {
 		t.Errorf("%q and %q", slices.Sorted(maps.Keys(a)), slices.Sorted(maps.Keys(b)))
 	}
 	for name := range a {

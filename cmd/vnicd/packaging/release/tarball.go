@@ -5,9 +5,12 @@ import (
 	"compress/gzip"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"time"
 )
 
 // tarball writes an archive of the host's files, at their paths below one folder. Directories that a host has, such as
@@ -60,4 +63,28 @@ func (b *builder) archive(w *tar.Writer, folder string, c content) (err error) {
 	}
 	_, err = w.Write(data)
 	return err
+}
+
+// archiveFiles has the data of an archive's files by their paths.
+type archiveFiles map[string][]byte
+
+// write writes the files, which get a time, as an archive.
+func (a archiveFiles) write(path string, when time.Time) (err error) {
+	file, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, file.Close()) }()
+	w := tar.NewWriter(file)
+	for _, name := range slices.Sorted(maps.Keys(a)) {
+		h := &tar.Header{Name: name, Typeflag: tar.TypeReg, Size: int64(len(a[name])), Mode: 0o644, ModTime: when,
+			Format: tar.FormatPAX}
+		if err := w.WriteHeader(h); err != nil {
+			return err
+		}
+		if _, err := w.Write(a[name]); err != nil {
+			return err
+		}
+	}
+	return w.Close()
 }

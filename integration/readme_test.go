@@ -268,6 +268,7 @@ type user struct {
 	ns     *harness.Namespace
 	c      *rig.Container
 	build  string // directory of the packages: build/ in the user's directory
+	pkg    string // the host's package as apt-get knows it
 	vms    map[string]*qemu.Machine
 	server *qemu.Process
 
@@ -279,7 +280,7 @@ const home = "/home/alice"
 func newUser(t *testing.T, configuration string) *user {
 	t.Helper()
 	l, ctx := newLabWithoutModule(t)
-	u := &user{ctx: ctx, l: l, build: t.TempDir(), vms: map[string]*qemu.Machine{}}
+	u := &user{ctx: ctx, l: l, build: t.TempDir(), pkg: "./build/vnicd_*.deb", vms: map[string]*qemu.Machine{}}
 	root := must[string](t)(l.Builder.Host(ctx))
 	u.ns = must[*harness.Namespace](t)(harness.NewNamespace("vnicd-readme"))
 	l.Add(func() { check(t, u.ns.Close()) })

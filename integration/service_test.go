@@ -18,14 +18,15 @@ import (
 	"github.com/vnicd/vnicd/lab"
 )
 
-// TestService installs the host's package on a clean machine and checks the service under systemd: its user,
-// capabilities and sandbox, restarts, socket activation, and what remains after purging it. TestREADME runs the same
-// steps with two VMs.
+// TestService installs the host's package on a clean machine, from a signed apt tree, and checks the service under
+// systemd: its user, capabilities and sandbox, restarts, socket activation, and what remains after purging it.
+// TestREADME installs the package's file, and runs the same steps with two VMs.
 func TestService(t *testing.T) {
 	_, configuration := readme(t)
 	u := newUser(t, configuration)
-	for _, c := range []string{"make package guest-packages", "sudo apt-get install ./build/vnicd_*.deb",
-		"sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd", "sudo usermod -aG vnicd,vnicd-status $USER"} {
+	u.installByApt(t)
+	for _, c := range []string{"sudoedit /etc/vnicd/vnicd.yaml", "sudo systemctl enable --now vnicd",
+		"sudo usermod -aG vnicd,vnicd-status $USER"} {
 		readmeSteps[c](u, t, c)
 	}
 	u.look(t)
@@ -248,7 +249,7 @@ func testUpgrade(u *user, t *testing.T) {
 	if p := program(); p != "/var/lib/vnicd/previous/vnicd" {
 		t.Errorf("after a failed upgrade %s runs", p)
 	}
-	out = u.run(t, "sudo apt-get install --reinstall -y ./build/vnicd_*.deb 2>&1")
+	out = u.run(t, "sudo apt-get install --reinstall -y "+u.pkg+" 2>&1")
 	if !strings.Contains(out, "is now") {
 		t.Errorf("the package has not replaced the daemon: %s", out)
 	}
@@ -289,7 +290,7 @@ func testPurge(u *user, t *testing.T) {
 	}
 	u.run(t, "sudo apt-get purge -qy vnicd")
 	if left := u.run(t, "ls -d /etc/vnicd /run/vnicd "+strings.Join(strings.Fields(files), " ")+
-		" 2>/dev/null; find / -xdev -newer /etc/new.yaml -iname '*vnicd*' -not -path '/proc/*' -not -path '/sys/*' -not -path '"+home+"/*' 2>/dev/null | grep -v /var/lib/dpkg/ ; true"); left != "" {
+		" 2>/dev/null; find / -xdev -newer /etc/new.yaml -iname '*vnicd*' -not -path '/proc/*' -not -path '/sys/*' -not -path '"+home+"/*' 2>/dev/null | grep -vE '^(/var/lib/(dpkg|apt)|/etc/apt)/' ; true"); left != "" {
 		t.Errorf("left behind:\n%s", left)
 	}
 	if out := u.run(t, pids("vnicd.*")+

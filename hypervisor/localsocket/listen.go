@@ -22,7 +22,7 @@ var ErrInUse = errors.New("socket is in use")
 // Listener is a listening socket in the file system.
 type Listener struct {
 	*net.UnixListener
-	path     string
+	names    []string
 	dev, ino uint64
 	once     sync.Once
 }
@@ -31,13 +31,20 @@ type Listener struct {
 // process too, then have no permission whatever mode says. It replaces the socket of a process that has ended; ErrInUse
 // is the error for one that is served, and any other file at that path is left alone.
 //
-// The socket is bound without any permission under another name, then gets mode and owner, then its name. So nobody can
-// connect earlier than permitted, also not by the other name.
-func Listen(path string, mode os.FileMode, owner *Owner) (*Listener, error) {
+// also are further names of the socket, in directories that exist: hard links, which appear and disappear with path.
+//
+// The socket is bound without any permission under another name, then gets mode and owner, then its names. So nobody
+// can connect earlier than permitted, also not by the other name.
+func Listen(path string, mode os.FileMode, owner *Owner, also ...string) (*Listener, error) {
 	if err := clearStale(path); err != nil {
 		return nil, err
 	}
-	tmp := fmt.Sprintf("%s.%d", path, os.Getpid())
+	for _, name := range also {
+		if st, err := os.Lstat(name); err == nil && st.Mode()&fs.ModeSocket == 0 {
+			return nil, fmt.Errorf("%s exists and is not a socket", name)
+		}
+	}
+	tmp := temporary(path)
 	if room := len(unix.RawSockaddrUnix{}.Path) - 1; len(tmp) > room {
 		return nil, fmt.Errorf("path is %d bytes too long for a socket", len(tmp)-room)
 	}
@@ -53,26 +60,57 @@ func Listen(path string, mode os.FileMode, owner *Owner) (*Listener, error) {
 	ln := nl.(*net.UnixListener)
 	ln.SetUnlinkOnClose(false)
 	var st unix.Stat_t
-	if err = owner.give(tmp, mode); err == nil {
-		err = unix.Lstat(tmp, &st)
-	}
-	if err == nil {
-		err = os.Rename(tmp, path)
-	}
-	if err != nil {
+	if err = unix.Lstat(tmp, &st); err != nil {
 		_ = ln.Close()
-		_ = os.Remove(tmp)
 		return nil, err
 	}
-	return &Listener{UnixListener: ln, path: path, dev: st.Dev, ino: st.Ino}, nil
+	l := &Listener{UnixListener: ln, names: append(also[:len(also):len(also)], path), dev: st.Dev, ino: st.Ino}
+	if err := l.publish(path, mode, owner); err != nil {
+		_ = l.Close()
+		return nil, err
+	}
+	return l, nil
 }
 
-// Close stops listening and removes the socket, unless another process has replaced it. It may be called twice.
+// publish gives the socket, which is bound to path's temporary name, its owner and its names, path the last.
+func (l *Listener) publish(path string, mode os.FileMode, owner *Owner) (err error) {
+	tmp := temporary(path)
+	for _, name := range l.names {
+		defer l.remove(temporary(name)) // after an error
+		// Links come before the socket has another owner, whose sockets only CAP_FOWNER may link (protected_hardlinks).
+		if name != path {
+			_ = os.Remove(temporary(name))
+			err = errors.Join(err, os.Link(tmp, temporary(name)))
+		}
+	}
+	if err == nil {
+		err = owner.give(tmp, mode)
+	}
+	for _, name := range l.names {
+		if err == nil {
+			err = os.Rename(temporary(name), name)
+		}
+	}
+	return err
+}
+
+// temporary returns the name that a socket has until it has its owner.
+func temporary(name string) string { return fmt.Sprintf("%s.%d", name, os.Getpid()) }
+
+// remove removes a name of this socket; one of another socket it leaves.
+func (l *Listener) remove(name string) {
+	var st unix.Stat_t
+	if unix.Lstat(name, &st) == nil && st.Dev == l.dev && st.Ino == l.ino {
+		_ = os.Remove(name)
+	}
+}
+
+// Close stops listening and removes the socket's names, unless another process has replaced them. It may be called
+// twice.
 func (l *Listener) Close() (err error) {
 	l.once.Do(func() {
-		var st unix.Stat_t
-		if unix.Lstat(l.path, &st) == nil && st.Dev == l.dev && st.Ino == l.ino {
-			_ = os.Remove(l.path)
+		for _, name := range l.names {
+			l.remove(name)
 		}
 		err = l.UnixListener.Close()
 	})

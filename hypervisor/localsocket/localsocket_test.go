@@ -3,6 +3,7 @@ package localsocket
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"os"
 	"path/filepath"
@@ -190,6 +191,71 @@ func TestListen(t *testing.T) {
 	}
 	if _, err := Listen(path, 0o600, nil); err == nil || !strings.Contains(err.Error(), "not a socket") {
 		t.Errorf("a file: %v", err)
+	}
+}
+
+// TestNames: a socket with two names is one socket, with one owner. Both are replaced together after a process that was
+// killed, and removed together; a file that is no socket is left alone.
+func TestNames(t *testing.T) {
+	dir := public(t, 0, 0)
+	path, also := filepath.Join(dir, "s"), filepath.Join(dir, "sub", "t")
+	if err := os.Mkdir(filepath.Dir(also), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	left := func() (names []string) {
+		for _, d := range []string{dir, filepath.Dir(also)} {
+			list, _ := os.ReadDir(d)
+			for _, e := range list {
+				if e.Name() != "sub" {
+					names = append(names, e.Name())
+				}
+			}
+		}
+		return names
+	}
+	owner := &Owner{someone, None}
+	dead, err := Listen(path, 0o660, owner, also)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = dead.UnixListener.Close() // as a killed process
+	l, err := Listen(path, 0o660, owner, also)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{path, also} {
+		if _, err := visit(t, l, name, someone, noGood, nil); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := visit(t, l, name, stranger, noGood, nil); !errors.Is(err, unix.EACCES) {
+			t.Errorf("%s by a stranger: %v", name, err)
+		}
+	}
+	if err := dead.Close(); err == nil {
+		t.Error("closed twice without an error")
+	}
+	if got := left(); !slices.Equal(got, []string{"s", "t"}) {
+		t.Errorf("there are %q", got)
+	}
+	if err := l.Close(); err != nil || len(left()) != 0 {
+		t.Errorf("%v, left behind: %q", err, left())
+	}
+
+	if err := os.WriteFile(also, []byte("x"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Listen(path, 0o660, owner, also); err == nil || !strings.Contains(err.Error(), "not a socket") {
+		t.Errorf("a file: %v", err)
+	}
+	if b, _ := os.ReadFile(also); string(b) != "x" {
+		t.Error("the file was replaced")
+	}
+	_ = os.Remove(also)
+	if _, err := Listen(path, 0o660, owner, filepath.Join(dir, "none", "t")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no directory: %v", err)
+	}
+	if got := left(); len(got) != 0 {
+		t.Errorf("left behind after an error: %q", got)
 	}
 }
 

@@ -26,6 +26,7 @@ var ErrInUse = localsocket.ErrInUse
 // Config of a Server.
 type Config struct {
 	Path string       // of the socket
+	Also []string     // further names of the socket, in directories that exist
 	Mode os.FileMode  // of the socket; 0 means 0660
 	Log  hclog.Logger // made to limit its lines, see loglimit; nil: silent
 	// Owner, if set, are the only processes besides root's that may open the socket. The server also asks who each front
@@ -132,7 +133,7 @@ func Listen(cfg Config, dev virtio.Device, gvmi translate.GVMI) (*Server, error)
 	if cfg.Mode == 0 {
 		cfg.Mode = 0o660
 	}
-	if s.ln, err = localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner); err != nil {
+	if s.ln, err = localsocket.Listen(cfg.Path, cfg.Mode, cfg.Owner, cfg.Also...); err != nil {
 		return nil, fmt.Errorf("vhostuser: %s: %w", cfg.Path, err)
 	}
 	s.resume()

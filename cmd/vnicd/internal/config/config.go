@@ -291,6 +291,13 @@ func (c *Config) IvshmemSocket(vm *VM) string { return filepath.Join(c.RunDir, v
 // HCASocket is the path of the socket of the VM's HCA for QEMU's generic vhost-user device, or of an application.
 func (c *Config) HCASocket(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".hca") }
 
+// AppDir is the directory with nothing but an application's socket, named AppSocket. A container gets the directory,
+// because each vnicd makes a new socket, which a mount of the socket itself would not show.
+func (c *Config) AppDir(vm *VM) string { return filepath.Join(c.RunDir, vm.Name+".app") }
+
+// AppSocket is the name of an application's socket in its directory.
+const AppSocket = "hca"
+
 // place returns where a key outside of lists stands; the file as a whole if it does not.
 func (c *Config) place(key string) Place {
 	if p, ok := c.Keys[key]; ok {

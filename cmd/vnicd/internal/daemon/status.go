@@ -75,6 +75,7 @@ type VMStatus struct {
 	NetSocket string `json:"net_socket,omitempty"` // "": an application
 	HCASocket string `json:"hca_socket,omitempty"` // for vhost-user; "": only IvshmemSocket
 	HCAKind   string `json:"hca_kind,omitempty"`   // config.VM.HCA; "": an application
+	AppDir    string `json:"app_dir,omitempty"`    // an application's, with its socket as hca; "": a VM
 	// IvshmemSocket is that for QEMU's ivshmem-doorbell; "": none.
 	IvshmemSocket string `json:"ivshmem_socket,omitempty"`
 	// HCADevice is the kind of QEMU's device that is connected; "": none, or an application.
@@ -192,6 +193,9 @@ func (v *vm) status(cfg *config.Config) VMStatus {
 	if v.net != nil {
 		s.NetSocket, s.Net = cfg.NetSocket(v.cfg), v.net.Describe()
 		s.NetOutlives = v.netOutlives(&s.Net)
+	}
+	if v.cfg.Application != nil {
+		s.AppDir = cfg.AppDir(v.cfg)
 	}
 	s.Outlives = v.outlives(&s.HCA)
 	s.HCADevice = v.device(s.HCA.Connected)

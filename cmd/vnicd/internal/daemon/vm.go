@@ -3,6 +3,8 @@ package daemon
 import (
 	"cmp"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 
@@ -168,6 +170,11 @@ func (v *vm) open(d *Daemon) (err error) {
 	kept.Continuity, kept.Blameless = &d.continuity, d.blameless
 	if a := c.Application; a != nil {
 		kept.KeepAs, kept.MaxMemory, kept.Sealed = appKeptAs+c.Name, a.Memory, true
+		dir := d.cfg.AppDir(c)
+		if err := makeAppDir(dir); err != nil {
+			return err
+		}
+		kept.Also = []string{filepath.Join(dir, config.AppSocket)}
 		return v.listenHCA(kept)
 	}
 	// QEMU's ivshmem device says nothing of memory and resets, and for the generic device QEMU only stops the rings, as
@@ -189,6 +196,19 @@ func (v *vm) open(d *Daemon) (err error) {
 	socket.Migrates = true // QEMU itself refuses to migrate a VM with an HCA, whichever device that is
 	v.netSrv, err = v.listen(socket, v.net)
 	return err
+}
+
+// makeAppDir makes an application's directory, if there is none. It outlives the application and the daemon: containers
+// have it, and the next socket must appear in the same one.
+func makeAppDir(dir string) error {
+	err := os.Mkdir(dir, 0o755)
+	if err == nil {
+		return os.Chmod(dir, 0o755) // whatever the umask: the socket has permissions of its own
+	}
+	if st, serr := os.Lstat(dir); serr != nil || !st.IsDir() {
+		return err
+	}
+	return nil
 }
 
 // listenBoth serves a VM's HCA on the sockets that its configuration wants. iv, if there is one, follows the network

@@ -1,9 +1,11 @@
 package guestdrv
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 
@@ -64,9 +66,17 @@ const (
 	queueSize      = 64 // entries of each virtqueue
 )
 
-// Open connects to the HCA socket of a running vnicd and initialises the device. It fails with ErrNotVNICD or
-// ErrVersion if another device listens there. ctx only bounds Open itself.
+// Where an empty path of Open leads: to what is in the environment variable SocketVariable, or to DefaultSocket. In a
+// container, `vnicd cdi` sets the variable, and the application's socket is there.
+const (
+	SocketVariable = "VNICD_SOCKET"
+	DefaultSocket  = "/run/vnicd/hca"
+)
+
+// Open connects to the HCA socket of a running vnicd and initialises the device; "" is the socket that a container has
+// (SocketVariable). It fails with ErrNotVNICD or ErrVersion if another device listens there. ctx bounds only Open.
 func Open(ctx context.Context, path string, cfg Config) (_ *Device, err error) {
+	path = cmp.Or(path, os.Getenv(SocketVariable), DefaultSocket)
 	if cfg.Memory == 0 {
 		cfg.Memory = defaultMemory
 	}

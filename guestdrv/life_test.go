@@ -444,6 +444,23 @@ func TestSecondDriver(t *testing.T) {
 	}
 }
 
+// TestOpenWithoutPath: the environment names the socket, or it is where containers have it.
+func TestOpenWithoutPath(t *testing.T) {
+	r := newRig(t, rigConfig{hosts: 1})
+	_ = r.hosts[0].Device.Close()
+	t.Setenv(guestdrv.SocketVariable, r.hosts[0].path)
+	d, err := guestdrv.Open(bg, "", guestdrv.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = d.Close()
+	t.Setenv(guestdrv.SocketVariable, "")
+	if _, err := guestdrv.Open(bg, "", guestdrv.Config{}); err == nil ||
+		!strings.Contains(err.Error(), guestdrv.DefaultSocket) {
+		t.Errorf("without the variable: %v", err)
+	}
+}
+
 // TestQueryQP reads back the attributes that were set.
 func TestQueryQP(t *testing.T) {
 	r := newRig(t, rigConfig{})

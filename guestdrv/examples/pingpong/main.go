@@ -31,7 +31,7 @@ type options struct {
 
 func main() {
 	var o options
-	flag.StringVar(&o.socket, "socket", "/run/vnicd/app.hca", "the application's socket")
+	flag.StringVar(&o.socket, "socket", "", "the application's socket [that of a container]")
 	flag.StringVar(&o.address, "address", "", "IP address of this end in the tenant's network")
 	flag.IntVar(&o.port, "port", 18515, "TCP port of the server")
 	flag.IntVar(&o.size, "size", 4096, "bytes of a message")

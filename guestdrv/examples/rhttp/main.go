@@ -36,7 +36,7 @@ type options struct {
 
 func main() {
 	var o options
-	flag.StringVar(&o.socket, "socket", "/run/vnicd/app.hca", "the application's socket")
+	flag.StringVar(&o.socket, "socket", "", "the application's socket [that of a container]")
 	flag.StringVar(&o.address, "address", "", "IP address of this end in the tenant's network")
 	flag.StringVar(&o.dir, "dir", ".", "directory that is served")
 	flag.IntVar(&o.port, "port", 8080, "port of the server")

@@ -62,6 +62,8 @@ struct vnicd_options {
 /*
  * Connects to the socket of an application (run-dir/NAME.hca, see docs/configuration.md) of a running vnicd, and
  * initialises the device. *out is owned by the caller, who ends it by vnicd_close. One program at a time uses a socket.
+ * A path that is NULL or empty stands for that in the environment variable VNICD_SOCKET, or else for /run/vnicd/hca,
+ * where containers have it (`vnicd cdi`). Programs with more rights than their caller ignore the variable.
  * -EPROTO: something else than a vnicd of a matching version listens there.
  */
 int vnicd_open(const char *path, const struct vnicd_options *options, struct vnicd_device **out);

@@ -254,9 +254,13 @@ EXPORT int vnicd_open(const char *path, const struct vnicd_options *options, str
 	struct vnicd_device *dev;
 	int err;
 
-	if (!path || !out)
-		return set_error_text(-EINVAL, "path or out is NULL");
+	if (!out)
+		return set_error_text(-EINVAL, "out is NULL");
 	*out = NULL;
+	if (!path || !*path)
+		path = secure_getenv("VNICD_SOCKET");
+	if (!path || !*path)
+		path = "/run/vnicd/hca";
 	if (options)
 		o = *options;
 	if (!o.memory)

@@ -2,6 +2,7 @@
 /* Bad arguments, limits and the order of destruction: errors SOCKET. Prints mismatches, and fails if there is one. */
 #include <errno.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -25,7 +26,12 @@ static void open_errors(const char *path)
 
 	memset(longer, 'x', sizeof(longer) - 1);
 	longer[sizeof(longer) - 1] = 0;
+	setenv("VNICD_SOCKET", longer, 1);
 	EXPECT(vnicd_open(NULL, NULL, &dev), -EINVAL);
+	setenv("VNICD_SOCKET", "/nonexistent/x.hca", 1);
+	EXPECT(vnicd_open("", NULL, &dev), -ENOENT);
+	unsetenv("VNICD_SOCKET");
+	EXPECT(vnicd_open(NULL, NULL, &dev), -ENOENT);
 	EXPECT(vnicd_open(path, NULL, NULL), -EINVAL);
 	EXPECT(vnicd_open("/nonexistent/x.hca", NULL, &dev), -ENOENT);
 	EXPECT(vnicd_open(longer, NULL, &dev), -EINVAL);

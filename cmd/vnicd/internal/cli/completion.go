@@ -26,10 +26,11 @@ const completionTime = time.Second
 type nameKind uint8
 
 const (
-	guests   nameKind = iota // VMs
-	vms                      // VMs and host applications
-	networks                 // tenants' networks
-	ports                    // ports of networks
+	guests       nameKind = iota // VMs
+	applications                 // host applications
+	vms                          // both
+	networks                     // tenants' networks
+	ports                        // ports of networks
 	numNameKinds
 )
 
@@ -54,7 +55,9 @@ func (a *app) inventory(c *cobra.Command) (names [numNameKinds][]string) {
 	}
 	addVM := func(name string, application bool) {
 		add(vms, name)
-		if !application {
+		if application {
+			add(applications, name)
+		} else {
 			add(guests, name)
 		}
 	}
@@ -131,7 +134,8 @@ func valuesOf(key string) completer {
 func (a *app) values() map[string]completer {
 	return map[string]completer{
 		"config": files, "control": files, "qemu": files, "qmp": files, "socket-path": files, "write": files,
-		"logs": directories,
+		"output": files,
+		"logs":   directories,
 
 		"network": a.names(networks), "port": a.names(ports), "vm": a.names(guests),
 

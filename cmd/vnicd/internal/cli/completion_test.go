@@ -102,6 +102,7 @@ func TestCompletion(t *testing.T) {
 		{"status ", "app one two"}, {"status one ", ""}, {"status -j ", "app one two"},
 		{"qemu-args ", "one two"}, {"qemu-args --lines ", "one two"}, {"qemu-args --memory ", ""},
 		{"qemu-args --qemu ", "FILES"}, {"libvirt-xml ", "one two"}, {"top ", ""},
+		{"cdi ", "app"}, {"cdi --output ", "FILES"},
 		{"attach --qmp ", "FILES"}, {"attach --qmp x ", "one two"}, {"detach --qmp x ", "one two"},
 		{"backend ", "hca net"}, {"backend net --vm ", "one two"}, {"backend net --socket-path=", "FILES"},
 		{"capture ", "app blue0 one two vtep"}, {"capture --network ", "blue red"}, {"capture -w ", "FILES"},
@@ -165,7 +166,8 @@ func TestEverythingCompletes(t *testing.T) {
 	path := completionFile(t, completionConfig)
 	argument := regexp.MustCompile(`^[-\w]+ (?:--qmp SOCKET )?\[?([A-Z]+)\b`)
 	option := regexp.MustCompile(`--([-\w]+)(?: (\S+))?   +.*`)
-	names := map[string]string{"VM": "one", "NETWORK": "blue", "PORT": "blue0", "vm NAME": "one", "network NAME": "blue"}
+	names := map[string]string{"VM": "one", "APPLICATION": "app", "NETWORK": "blue", "PORT": "blue0", "vm NAME": "one",
+		"network NAME": "blue"}
 	arguments, flags := 0, 0
 	var look func(above *cobra.Command, words []string)
 	look = func(above *cobra.Command, words []string) {

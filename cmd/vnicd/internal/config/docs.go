@@ -124,7 +124,7 @@ var Sections = []Section{
 		{"vms[].memory-weight", "the VM's share of memory under pressure, 1 to 10000, relative to other VMs' [100]"},
 		{"vms[].dma", "what the VM's devices may do to its memory: rw, ro (they do not write data), blocked (they neither read nor write data, and its port is down) [rw] ([details](../cmd/vnicd/OPERATING.md#a-vm-that-misbehaves), PF-3)"},
 		{"vms[].qmp", "a monitor socket of the VM's QEMU for vnicd's exclusive use; it reports when a balloon or an unplugged device takes memory [none]"},
-		{"applications[]", "a program of this host as an RDMA user (PF-4) through `guestdrv` or [libvnicd](../guestdrv/libvnicd/README.md), with the keys of `vms[]` except `queues`, `hca` and `qmp`. Its one socket is run-dir/NAME.hca"},
+		{"applications[]", "a program of this host as an RDMA user (PF-4) through `guestdrv` or [libvnicd](../guestdrv/libvnicd/README.md), with the keys of `vms[]` except `queues`, `hca` and `qmp`. Its one socket is run-dir/NAME.hca, and [for containers](../cmd/vnicd/OPERATING.md#applications-in-containers) run-dir/NAME.app/hca"},
 		{"applications[].socket-mode", "as the top-level key, for this application [`socket-mode`]"},
 		{"applications[].memory", "how much memory the program may share with the device; vnicd makes the memory file if [its connection can outlive vnicd](../cmd/vnicd/OPERATING.md#what-a-restart-does) [1GiB]"},
 	}},

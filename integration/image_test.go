@@ -67,17 +67,8 @@ type containers struct {
 // newContainers loads the image into a store of its own, and has the lab start vnicd from it.
 func newContainers(ctx context.Context, t *testing.T, l *lab.Lab) *containers {
 	t.Helper()
-	for program, pkg := range map[string]string{"podman": "podman", "catatonit": "catatonit"} {
-		nstest.Require(t, program, pkg)
-	}
 	dir := l.Env.Dir
-	c := &containers{vnicd: l.VNICD, podman: filepath.Join(dir, "podman")}
-	// A network namespace hides the control groups. Older runtimes refuse those of version 1 and 2 beside each other.
-	script(t, c.podman, `exec unshare --mount sh -c 'mount -t cgroup2 none /sys/fs/cgroup && exec podman "$@"' podman \
-	--storage-driver=vfs --root=%[1]s/images --runroot=%[1]s/containers --events-backend=file "$@"`, dir)
-	l.Add(func() {
-		check(t, c.run(context.Background(), "rmi", "--force", "--all")) // containers that have not started, too
-	})
+	c := &containers{vnicd: l.VNICD, podman: newPodman(t, l, "")}
 	build := exec.CommandContext(ctx, "go", "run", "./cmd/vnicd/packaging/release", "-version", imageVersion, "-out", dir,
 		"image")
 	build.Dir = l.Env.Root
@@ -99,6 +90,37 @@ exec %[2]s run --rm --init --name="vnicd-$(basename "$dir")" --network=host --cg
 	return c
 }
 
+// newPodman writes a script that runs podman with a store of its own, after the shell command prepare in a mount
+// namespace of its own, and returns its path. The images are removed with the lab.
+func newPodman(t *testing.T, l *lab.Lab, prepare string) string {
+	t.Helper()
+	for program, pkg := range map[string]string{"podman": "podman", "catatonit": "catatonit"} {
+		nstest.Require(t, program, pkg)
+	}
+	dir := l.Env.Dir
+	path := filepath.Join(dir, "podman")
+	if prepare != "" {
+		prepare += " && "
+	}
+	// A network namespace hides the control groups. Older runtimes refuse those of version 1 and 2 beside each other.
+	script(t, path, `exec unshare --mount sh -c 'mount -t cgroup2 none /sys/fs/cgroup && %[2]sexec podman "$@"' podman \
+	--storage-driver=vfs --root=%[1]s/images --runroot=%[1]s/containers --events-backend=file "$@"`, dir, prepare)
+	l.Add(func() {
+		_, err := podman(context.Background(), path, "rmi", "--force", "--all") // containers that have not started, too
+		check(t, err)
+	})
+	return path
+}
+
+// podman runs newPodman's script.
+func podman(ctx context.Context, script string, args ...string) (out string, err error) {
+	b, err := exec.CommandContext(ctx, script, args...).CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("podman %q: %w\n%s", args, err, b)
+	}
+	return string(b), nil
+}
+
 // script writes a program of /bin/sh.
 func script(t *testing.T, path, format string, a ...any) {
 	t.Helper()
@@ -106,11 +128,8 @@ func script(t *testing.T, path, format string, a ...any) {
 }
 
 func (c *containers) run(ctx context.Context, args ...string) error {
-	out, err := exec.CommandContext(ctx, c.podman, args...).CombinedOutput()
-	if err != nil {
-		return fmt.Errorf("podman %q: %w\n%s", args, err, out)
-	}
-	return nil
+	_, err := podman(ctx, c.podman, args...)
+	return err
 }
 
 func (c *containers) name(h *lab.Host) string { return "vnicd-" + filepath.Base(h.Dir) }

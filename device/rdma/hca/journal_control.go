@@ -295,7 +295,9 @@ func (d *Device) addObject(x object) {
 			c := j.codec.AppendTo(b).Of(contextVersion)
 			k.record(c)
 			j.log.End(c.Bytes())
-			d.addPages(x.n)
+			if !s.Dynamic { // its present key may be equal to the handle
+				d.addPages(x.n)
+			}
 			return
 		}
 	case recPages:

@@ -349,7 +349,9 @@ func (r *journalReader) assemble() {
 	for _, windows := range []bool{false, true} {
 		for _, n := range slices.Sorted(maps.Keys(r.keys)) {
 			if k := r.keys[n].v; k.window() == windows {
-				k.runs = r.runs(n, k.runs)
+				if !k.state.Dynamic { // an earlier version may have recorded pages of others
+					k.runs = r.runs(n, k.runs)
+				}
 				x.keys = append(x.keys, k)
 			}
 		}

@@ -12,10 +12,11 @@ import (
 	"github.com/vnicd/vnicd/translate"
 )
 
-// storage is what a storage target and its initiator do (NVMe over RDMA): the initiator SENDs commands, several at a
-// time. The target READs the data of a write from the initiator's memory, or WRITEs those of a read there, and then
-// SENDs the response. Both sleep until a completion event comes, and compare the data. Either device ends at random
-// points, again and again; the next one is without a network at first, and frozen for a while; its pages may be absent.
+// storage is what a storage target and its initiator do (NVMe over RDMA): the initiator registers memory and SENDs
+// commands, several at a time. The target READs the data of a write from there, or WRITEs those of a read, and then
+// SENDs the response, which invalidates the key; else the initiator does. Both sleep until a completion event comes,
+// and compare the data. Either device ends at random points, again and again; the next one is without a network
+// at first, and frozen for a while; its pages may be absent.
 type storage struct {
 	t      testing.TB
 	w      *world
@@ -25,8 +26,9 @@ type storage struct {
 	issued int
 	done   int
 	busy   [storageDepth]bool
-	unsent [storageDepth]int // sends of the initiator that have not completed, by slot
-	quiet  int               // steps without progress
+	keys   [storageDepth]uint32       // the initiator's, of fast registrations
+	lists  [storageDepth]translate.PA // of their pages
+	quiet  int                        // steps without progress
 
 	victim int // the next
 	until  int // points until it ends
@@ -52,7 +54,8 @@ type storageEnd struct {
 const (
 	storageDepth = 8
 	storageMax   = 64 << 10 // bytes of a command's data
-	storageSlot  = 64       // bytes of a command or response
+	storagePages = storageMax/4096 + 1
+	storageSlot  = 64 // bytes of a command or response
 )
 
 func newStorage(t testing.TB, seed uint64, loops, total int) *storage {
@@ -70,7 +73,7 @@ func newStorage(t testing.TB, seed uint64, loops, total int) *storage {
 		}
 		e := &storageEnd{events: g.eventQueue(abi.CEQQueue(0), 16, abi.SizeCEQE)}
 		e.events.add(16)
-		e.tqp = g.qp(qpSpec{pd: g.pd(), elems: 32, scq: g.cq(64)})
+		e.tqp = g.qp(qpSpec{pd: g.pd(), elems: 64, scq: g.cq(256), flags: abi.QPPrivileged})
 		n := storageDepth * (storageMax + 2*storageSlot)
 		e.cmd = g.alloc(n)
 		e.resp = e.cmd + storageDepth*storageSlot
@@ -78,6 +81,9 @@ func newStorage(t testing.TB, seed uint64, loops, total int) *storage {
 		e.key = g.mr(1, e.cmd, n, abi.AccessLocalWrite|remoteAll)
 		g.u32(e.scq.arm).Store(abi.ArmNext)
 		s.ends[i] = e
+	}
+	for slot := range storageDepth {
+		s.keys[slot], s.lists[slot] = s.w.guests[0].fastRegion(1, storagePages)
 	}
 	mtu := []uint8{abi.MTU256, abi.MTU1024, abi.MTU4096}[s.rng.IntN(3)]
 	s.ends[0].connectMTU(s.ends[1].tqp, mtu)
@@ -153,21 +159,25 @@ func storageRight(b []byte, i int) bool {
 }
 
 // storageCmd is what a SEND to the target has.
-type storageCmd struct{ i, slot, n, write uint32 }
+type storageCmd struct{ i, slot, n, write, key uint32 }
 
 func (c *storageCmd) put(b []byte) {
-	for k, v := range []uint32{c.i, c.slot, c.n, c.write} {
+	for k, v := range []uint32{c.i, c.slot, c.n, c.write, c.key} {
 		binary.LittleEndian.PutUint32(b[4*k:], v)
 	}
 }
 
 func (c *storageCmd) get(b []byte) {
-	for k, v := range []*uint32{&c.i, &c.slot, &c.n, &c.write} {
+	for k, v := range []*uint32{&c.i, &c.slot, &c.n, &c.write, &c.key} {
 		*v = binary.LittleEndian.Uint32(b[4*k:])
 	}
 }
 
-const storageRead = 1 << 16 // in the identifier of a request of the target: its READ
+// In the identifier of a request: the target's READ, the initiator's invalidation.
+const (
+	storageRead = 1 << 16
+	storageInv  = 1 << 17
+)
 
 // program is what the programs at both ends do at any time.
 func (s *storage) program() {
@@ -181,17 +191,17 @@ func (s *storage) program() {
 		}
 		switch {
 		case wc.Opcode == abi.WCOpRecv:
-			c.get(b.g.at(b.slot(b.cmd, slot), 16))
+			c.get(b.g.at(b.slot(b.cmd, slot), 20))
 			remote := uint64(a.buffer(int(c.slot)))
 			if c.write != 0 {
-				b.request(storageRead|uint64(slot), abi.WRRDMARead, abi.SendSignaled, b.buffer(slot), int(c.n), remote, a.key)
+				b.request(storageRead|uint64(slot), abi.WRRDMARead, abi.SendSignaled, b.buffer(slot), int(c.n), remote, c.key)
 				continue
 			}
 			storageFill(b.g.at(b.buffer(slot), int(c.n)), int(c.i))
-			b.request(0, abi.WRRDMAWrite, 0, b.buffer(slot), int(c.n), remote, a.key)
+			b.request(0, abi.WRRDMAWrite, 0, b.buffer(slot), int(c.n), remote, c.key)
 			s.respond(slot)
 		case wc.ID&storageRead != 0:
-			c.get(b.g.at(b.slot(b.cmd, slot), 16))
+			c.get(b.g.at(b.slot(b.cmd, slot), 20))
 			if !storageRight(b.g.at(b.buffer(slot), int(c.n)), int(c.i)) {
 				s.t.Fatalf("command %d: the target got other data", c.i)
 			}
@@ -205,15 +215,26 @@ func (s *storage) program() {
 			s.t.Fatalf("initiator: %+v", wc)
 		}
 		if wc.Opcode != abi.WCOpRecv {
+			if wc.ID&storageInv != 0 {
+				s.busy[slot] = false
+				s.done++
+			}
 			continue
 		}
-		c.get(a.g.at(a.slot(a.resp, slot), 16))
+		c.get(a.g.at(a.slot(a.resp, slot), 20))
 		a.receive(slot, a.resp)
 		if !s.busy[c.slot] {
 			s.t.Fatalf("a second response to command %d", c.i)
 		}
 		if c.write == 0 && !storageRight(a.g.at(a.buffer(int(c.slot)), int(c.n)), int(c.i)) {
 			s.t.Fatalf("command %d: the initiator got other data", c.i)
+		}
+		if wc.Flags&abi.WCFlagsInvalidate == 0 {
+			q := a.wqe()
+			q.SetRequest(uint64(storageInv|c.slot), abi.WRLocalInv, abi.SendSignaled)
+			q.SetInvalidateRKey(c.key)
+			a.post()
+			continue
 		}
 		s.busy[c.slot] = false
 		s.done++
@@ -223,25 +244,50 @@ func (s *storage) program() {
 			continue
 		}
 		c = storageCmd{i: uint32(s.issued), slot: uint32(slot), n: uint32(512 * (1 + s.rng.IntN(storageMax/512))),
-			write: uint32(s.rng.IntN(2))}
+			write: uint32(s.rng.IntN(2)), key: s.keys[slot]&^0xff | uint32(s.issued&0xff)}
 		if b := a.g.at(a.buffer(slot), int(c.n)); c.write != 0 {
 			storageFill(b, s.issued)
 		} else {
 			clear(b)
 		}
-		c.put(a.g.at(a.slot(a.cmd, slot), 16))
+		c.put(a.g.at(a.slot(a.cmd, slot), 20))
 		s.busy[slot] = true
 		s.issued++
+		s.register(slot, c.key)
 		a.request(uint64(slot), abi.WRSend, uint32(s.rng.IntN(2))*abi.SendSignaled, a.slot(a.cmd, slot), storageSlot, 0, 0)
 	}
+}
+
+// register posts the registration of a command's buffer.
+func (s *storage) register(slot int, key uint32) {
+	a, at := s.ends[0], s.ends[0].buffer(slot)
+	for k := range storagePages {
+		page := uint64(at)&^4095 + uint64(4096*k)
+		binary.LittleEndian.PutUint64(a.g.at(s.lists[slot]+translate.PA(8*k), 8), page)
+	}
+	q := a.wqe()
+	q.SetRequest(0, abi.WRRegMR, 0)
+	r := abi.RegWR{IOVA: uint64(at), Length: storageMax, PageList: uint64(s.lists[slot]), NPages: storagePages,
+		Offset: uint32(at & 4095), RKey: key, Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
+	r.Encode(q[abi.SendWQERegOff:])
+	a.post()
 }
 
 // respond gives the command's receive request back, and sends the response.
 func (s *storage) respond(slot int) {
 	b := s.ends[1]
-	copy(b.g.at(b.slot(b.resp, slot), 16), b.g.at(b.slot(b.cmd, slot), 16))
+	copy(b.g.at(b.slot(b.resp, slot), 20), b.g.at(b.slot(b.cmd, slot), 20))
 	b.receive(slot, b.cmd)
-	b.request(uint64(slot), abi.WRSend, abi.SendSignaled, b.slot(b.resp, slot), storageSlot, 0, 0)
+	var c storageCmd
+	c.get(b.g.at(b.slot(b.cmd, slot), 20))
+	q := b.wqe()
+	q.SetRequest(uint64(slot), abi.WRSend, abi.SendSignaled)
+	if c.i%3 != 0 {
+		q.SetRequest(uint64(slot), abi.WRSendWithInv, abi.SendSignaled)
+		q.SetInvalidateRKey(c.key)
+	}
+	q.SetSGEs([]abi.SGE{{Addr: uint64(b.slot(b.resp, slot)), Length: storageSlot, LKey: b.key}})
+	b.post()
 }
 
 // storagePatience is for how many steps of a millisecond nothing may happen.

@@ -11,8 +11,14 @@ import (
 // fast creates a region for fast registration with one page; list is its page list.
 func (g *guest) fast(pd uint32) (key uint32, list translate.PA) {
 	g.tb.Helper()
+	return g.fastRegion(pd, 1)
+}
+
+// fastRegion makes a region for fast registrations of so many pages, and room for their list.
+func (g *guest) fastRegion(pd uint32, pages uint64) (key uint32, list translate.PA) {
+	g.tb.Helper()
 	var r abi.CreateMRResp
-	req := abi.CreateMR{PDN: pd, Flags: abi.MRFast, PageShift: 12, NPages: 1}
+	req := abi.CreateMR{PDN: pd, Flags: abi.MRFast, PageShift: 12, NPages: pages}
 	if err := r.Decode(g.must(abi.CmdCreateMR, enc(abi.SizeCreateMR, &req))); err != nil {
 		g.tb.Fatal(err)
 	}

@@ -391,7 +391,7 @@ func TestCrashStorage(t *testing.T) {
 	defer func() { logSize = size }()
 	n := uint64(20)
 	if *everyCrash {
-		n = 400
+		n = 60
 	}
 	kills := 0
 	for seed := range n {

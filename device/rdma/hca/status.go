@@ -96,16 +96,16 @@ type QPStatus struct {
 	Engine int    `json:"engine"`
 	Dest   uint32 `json:"dest_qpn,omitempty"`
 	Path   string `json:"path,omitempty"` // remote GID
-	// The PSNs that the requester sends next and that the responder expects. The rest is what is not done yet: see
-	// roce.Progress; completions that are not in their queue; whether the peer or this side is not ready to receive.
-	SQPSN     uint32 `json:"sq_psn"`
-	RQPSN     uint32 `json:"rq_psn"`
+	SQPSN  uint32 `json:"sq_psn"`         // next to send
+	RQPSN  uint32 `json:"rq_psn"`         // expected from the peer
+
+	// What the QP has begun and not done: see roce.Progress.
 	Requests  int    `json:"requests,omitempty"`
 	Unacked   uint64 `json:"unacked,omitempty"`
 	Responses int    `json:"responses,omitempty"`
-	Unposted  int    `json:"unposted,omitempty"`
-	NotReady  bool   `json:"not_ready,omitempty"`
-	Refused   bool   `json:"refused,omitempty"`
+	Unposted  int    `json:"unposted,omitempty"`  // completions that are not in their queue yet
+	NotReady  bool   `json:"not_ready,omitempty"` // the peer's receiver
+	Refused   bool   `json:"refused,omitempty"`   // requests of the peer
 	// Waits describes the absent pages that the QP waits for.
 	Waits []string `json:"waits,omitempty"`
 }

@@ -32,9 +32,10 @@ var helps = map[string]help{
 	"qemu-args": {"",
 		"qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2\nvnicd qemu-args --lines vm1"},
 	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},
-	"cdi":         {"", "vnicd cdi\nvnicd cdi -o /etc/cdi/vnicd.json && podman run --device vnicd.io/application=app image"},
-	"attach":      {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
-	"detach":      {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
+	"cdi": {"",
+		"vnicd cdi\nvnicd cdi -o /etc/cdi/vnicd.json && podman run --device vnicd.io/application=app image"},
+	"attach": {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
+	"detach": {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
 	"migrate": {"", "vnicd migrate --qmp /run/vm1.qmp vm1 tcp:192.0.2.2:4444\n" +
 		"vnicd migrate --qmp /run/vm1.qmp vm1 file:/srv/vm1.saved"},
 	"backend": {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},

@@ -268,7 +268,7 @@ func undone(q *hca.QPStatus) []string {
 		what = append(what, "the peer is not ready to receive")
 	}
 	if q.Refused {
-		what = append(what, "the peer was refused")
+		what = append(what, "requests of the peer were refused")
 	}
 	if len(what) == 0 {
 		return nil

@@ -65,7 +65,7 @@ func TestShowFaults(t *testing.T) {
 		"\ndma ro, refused 1 reads, 23 writes\n",
 		"    qp 0x000011  RC  RTS  engine 0\n        responder: page absent\n",
 		"engine 0\n        psn 0x000345, expected 0x000012: 3 requests in progress, 4 packets unacknowledged, " +
-			"5 READs or atomics to answer, 6 completions to post, the peer is not ready to receive, the peer was refused\n",
+			"5 READs or atomics to answer, 6 completions to post, the peer is not ready to receive, requests of the peer were refused\n",
 		"    host memory 5.0 MiB of 300.0 MiB, most 6.0 MiB, refused 8 times: qps 4.0 MiB, device 1.0 MiB\n",
 		"    processor time net 0s, hca 1.5ms on engines; commands 1.23ms, messages 2s, paging 3m0s, commands may use 50%, 6 delayed\n",
 		"faults 2 parked now, 7 RNR sent, 9 packets dropped\n",

@@ -38,7 +38,8 @@ func main() {
 	out := flag.String("out", "build", "folder for the packages")
 	key := flag.String("apt-key", "", "gpg's secret key that signs the apt tree (fingerprint)")
 	flag.Usage = func() {
-		fmt.Fprintln(os.Stderr, "usage: release [-version vX.Y.Z] [-out build] [-apt-key KEY] host|guest|library|image|apt|all")
+		fmt.Fprintln(os.Stderr, "usage: release [-version vX.Y.Z] [-out build] [-apt-key KEY] "+
+			"host|guest|library|image|apt|all")
 		flag.PrintDefaults()
 	}
 	flag.Parse()

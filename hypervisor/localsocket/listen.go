@@ -9,6 +9,9 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -96,6 +99,21 @@ func (l *Listener) publish(path string, mode os.FileMode, owner *Owner) (err err
 
 // temporary returns the name that a socket has until it has its owner.
 func temporary(name string) string { return fmt.Sprintf("%s.%d", name, os.Getpid()) }
+
+// Sweep removes the temporary names of sockets in a directory whose processes ended while they made them. What it
+// cannot remove stays: nobody listens there.
+func Sweep(dir string) {
+	entries, _ := os.ReadDir(dir)
+	for _, e := range entries {
+		pid, err := strconv.Atoi(strings.TrimPrefix(filepath.Ext(e.Name()), "."))
+		if err != nil || pid <= 0 || e.Type()&fs.ModeSocket == 0 {
+			continue
+		}
+		if errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
+			_ = os.Remove(filepath.Join(dir, e.Name()))
+		}
+	}
+}
 
 // remove removes a name of this socket; one of another socket it leaves.
 func (l *Listener) remove(name string) {

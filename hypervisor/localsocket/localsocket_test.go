@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
+
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -256,6 +258,37 @@ func TestNames(t *testing.T) {
 	}
 	if got := left(); len(got) != 0 {
 		t.Errorf("left behind after an error: %q", got)
+	}
+}
+
+// TestSweep: only sockets that a process without a trace was making go.
+func TestSweep(t *testing.T) {
+	dir := t.TempDir()
+	c := exec.Command("true")
+	if err := c.Run(); err != nil {
+		t.Fatal(err)
+	}
+	dead := fmt.Sprintf("vm.hca.%d", c.Process.Pid)
+	mine, file := fmt.Sprintf("vm.hca.%d", os.Getpid()), fmt.Sprintf("file.%d", c.Process.Pid)
+	for _, name := range []string{dead, mine, "vm.hca", "vm.-1", "vm.0"} {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, name)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.SetUnlinkOnClose(false)
+		_ = l.Close()
+	}
+	if err := os.WriteFile(filepath.Join(dir, file), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	Sweep(dir)
+	for _, name := range []string{mine, file, "vm.hca", "vm.-1", "vm.0"} {
+		if _, err := os.Lstat(filepath.Join(dir, name)); err != nil {
+			t.Errorf("%s is gone: %v", name, err)
+		}
+	}
+	if _, err := os.Lstat(filepath.Join(dir, dead)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%s is still there: %v", dead, err)
 	}
 }
 

@@ -31,6 +31,7 @@ import (
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/translate"
 )
 
@@ -268,6 +269,7 @@ func (d *Daemon) makeRunDir() error {
 		return fmt.Errorf("run-dir %s is not writable: %w; run as root or set `run-dir` to a directory of yours",
 			d.cfg.RunDir, err)
 	}
+	localsocket.Sweep(d.cfg.RunDir)
 	d.checkWay()
 	return nil
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
 	"github.com/vnicd/vnicd/device/virtio/vnet"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
+	"github.com/vnicd/vnicd/hypervisor/localsocket"
 	"github.com/vnicd/vnicd/hypervisor/loglimit"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/hypervisor/worktime"
@@ -199,7 +200,7 @@ func (v *vm) open(d *Daemon) (err error) {
 }
 
 // makeAppDir makes an application's directory, if there is none. It outlives the application and the daemon: containers
-// have it, and the next socket must appear in the same one.
+// have it, and the next socket must appear in the same one. They must not see what a killed daemon has left there.
 func makeAppDir(dir string) error {
 	err := os.Mkdir(dir, 0o755)
 	if err == nil {
@@ -208,6 +209,7 @@ func makeAppDir(dir string) error {
 	if st, serr := os.Lstat(dir); serr != nil || !st.IsDir() {
 		return err
 	}
+	localsocket.Sweep(dir)
 	return nil
 }
 

@@ -266,10 +266,8 @@ func (s *storage) register(slot int, key uint32) {
 		binary.LittleEndian.PutUint64(a.g.at(s.lists[slot]+translate.PA(8*k), 8), page)
 	}
 	q := a.wqe()
-	q.SetRequest(0, abi.WRRegMR, 0)
-	r := abi.RegWR{IOVA: uint64(at), Length: storageMax, PageList: uint64(s.lists[slot]), NPages: storagePages,
-		Offset: uint32(at & 4095), RKey: key, Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
-	r.Encode(q[abi.SendWQERegOff:])
+	setReg(q, 0, 0, abi.RegWR{IOVA: uint64(at), Length: storageMax, PageList: uint64(s.lists[slot]),
+		NPages: storagePages, Offset: uint32(at & 4095), RKey: key, Access: abi.AccessLocalWrite | remoteAll})
 	a.post()
 }
 

@@ -261,9 +261,8 @@ func (c *crash) postNext() {
 	switch c.opOf(i) {
 	case abi.WRRegMR:
 		binary.LittleEndian.PutUint64(c.w.guests[0].at(c.list, 8), uint64(c.src))
-		r := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(c.list), NPages: 1, RKey: key,
-			Access: abi.AccessLocalWrite, PageShift: 12}
-		r.Encode(s[abi.SendWQERegOff:])
+		setReg(s, uint64(i), flags, abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(c.list), NPages: 1,
+			RKey: key, Access: abi.AccessLocalWrite})
 		c.posted++
 		c.a.post()
 		return

@@ -121,10 +121,8 @@ func TestKeyIsHandle(t *testing.T) {
 	mem, src := ga.alloc(4096), gb.alloc(4096)
 	binary.LittleEndian.PutUint64(ga.at(list, 8), uint64(mem))
 	s := a.wqe()
-	s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
-	r := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key,
-		Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
-	r.Encode(s[abi.SendWQERegOff:])
+	setReg(s, 1, abi.SendSignaled, abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key,
+		Access: abi.AccessLocalWrite | remoteAll})
 	a.post()
 	a.scq.await(1)
 	for range 2 {

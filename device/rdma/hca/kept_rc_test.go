@@ -279,10 +279,8 @@ func TestAbsentFastRegistration(t *testing.T) {
 	const iova = 1 << 40
 	k := key&^0xff | 5
 	run("the registration", a, func(s abi.SendWQE) {
-		s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
-		reg := abi.RegWR{IOVA: iova, Length: 4096, PageList: uint64(list), NPages: 1, RKey: k,
-			Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
-		reg.Encode(s[abi.SendWQERegOff:])
+		setReg(s, 1, abi.SendSignaled, abi.RegWR{IOVA: iova, Length: 4096, PageList: uint64(list), NPages: 1, RKey: k,
+			Access: abi.AccessLocalWrite | remoteAll})
 	})
 	remote := func(op uint32, own translate.PA, ownKey uint32, to uint64, rkey uint32) func(s abi.SendWQE) {
 		return func(s abi.SendWQE) {

@@ -14,6 +14,13 @@ func (g *guest) fast(pd uint32) (key uint32, list translate.PA) {
 	return g.fastRegion(pd, 1)
 }
 
+// setReg writes a fast registration of pages of 4 KiB; r is all else.
+func setReg(s abi.SendWQE, id uint64, flags uint32, r abi.RegWR) {
+	r.PageShift = 12
+	s.SetRequest(id, abi.WRRegMR, flags)
+	r.Encode(s[abi.SendWQERegOff:])
+}
+
 // fastRegion makes a region for fast registrations of so many pages, and room for their list.
 func (g *guest) fastRegion(pd uint32, pages uint64) (key uint32, list translate.PA) {
 	g.tb.Helper()
@@ -42,10 +49,9 @@ func TestInvalidationWaits(t *testing.T) {
 	register := func(low uint32) uint32 {
 		t.Helper()
 		s := a.wqe()
-		s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
 		reg := abi.RegWR{IOVA: 1 << 40, Length: 4096, PageList: uint64(list), NPages: 1, RKey: key&^0xff | low,
-			Access: abi.AccessLocalWrite | remoteAll, PageShift: 12}
-		reg.Encode(s[abi.SendWQERegOff:])
+			Access: abi.AccessLocalWrite | remoteAll}
+		setReg(s, 1, abi.SendSignaled, reg)
 		a.post()
 		if wc := a.scq.await(1)[0]; wc.Status != abi.WCSuccess || wc.Opcode != abi.WCOpRegMR {
 			t.Fatalf("registration %+v", wc)
@@ -150,10 +156,8 @@ func TestStepsUseUpTheBudget(t *testing.T) {
 				t.Fatal(err)
 			}
 			s := q.wqe()
-			s.SetRequest(1, abi.WRRegMR, abi.SendSignaled)
-			reg := abi.RegWR{IOVA: 1 << 40, Length: 512 << 12, PageList: uint64(list), NPages: 512, RKey: r.RKey,
-				Access: abi.AccessLocalWrite, PageShift: 12}
-			reg.Encode(s[abi.SendWQERegOff:])
+			setReg(s, 1, abi.SendSignaled, abi.RegWR{IOVA: 1 << 40, Length: 512 << 12, PageList: uint64(list),
+				NPages: 512, RKey: r.RKey, Access: abi.AccessLocalWrite})
 			q.post()
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -23,32 +24,103 @@ const (
 	// Overhead of a packet: IP, UDP 8, WireGuard's header 16 and tag 16.
 	overhead4 = 20 + 8 + 32
 	overhead6 = 40 + 8 + 32
-	// mark begins the alias (ip link show) of our interfaces. The VTEP's address and port follow.
-	mark = "vnicd "
+	// mark begins the alias of our interfaces.
+	mark = "vnicd"
 )
 
-// removeLeft removes an interface that a killed vnicd has left.
+// alias says whose an interface is (ip link show): "vnicd 10.9.0.1:4789 51820 /run/vnicd".
+type alias struct {
+	vtep  netip.AddrPort
+	port  uint16 // WireGuard's
+	owner string // Config.Owner
+}
+
+func (a alias) String() string { return fmt.Sprintf("%s %v %d %s", mark, a.vtep, a.port, a.owner) }
+
+// parseAlias reads an alias; ok is false for one of another program. The VTEP alone is enough.
+func parseAlias(text string) (a alias, ok bool) {
+	f := strings.SplitN(text, " ", 4)
+	if len(f) < 2 || f[0] != mark {
+		return a, false
+	}
+	var err error
+	if a.vtep, err = netip.ParseAddrPort(f[1]); err != nil {
+		return a, false
+	}
+	if len(f) == 4 {
+		port, err := strconv.ParseUint(f[2], 10, 16)
+		if err != nil {
+			return a, false
+		}
+		a.port, a.owner = uint16(port), f[3]
+	}
+	return a, true
+}
+
+// Sweep removes what killed vnicds of an owner (Config.Owner) have left: their interfaces, whatever the names and
+// ports, and the rules that lead there. A vnicd without WireGuard needs it, too: the rules come before the host's
+// routes. What belongs to a VTEP that is in use stays.
+func Sweep(owner string) error {
+	nl, err := netlink.NewHandle(syscall.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("wireguard: netlink: %w", err)
+	}
+	defer nl.Close()
+	return sweep(nl, owner, "")
+}
+
+// sweep is Sweep but for the interface called except.
+func sweep(nl *netlink.Handle, owner, except string) (err error) {
+	links, err := nl.LinkList()
+	if errors.Is(err, netlink.ErrDumpInterrupted) {
+		err = nil // another interface has changed meanwhile
+	}
+	if err != nil {
+		return fmt.Errorf("wireguard: list interfaces: %w", err)
+	}
+	for _, l := range links {
+		a, ours := parseAlias(l.Attrs().Alias)
+		if l.Type() == "wireguard" && ours && l.Attrs().Name != except && a.owner == owner && owner != "" && !inUse(a.vtep) {
+			err = errors.Join(err, remove(nl, l, a))
+		}
+	}
+	return err
+}
+
+// remove removes an interface that a killed vnicd has left, and its rule.
+func remove(nl *netlink.Handle, l netlink.Link, a alias) error {
+	if err := nl.LinkDel(l); err != nil {
+		return fmt.Errorf("wireguard: remove the interface %[1]s that an earlier vnicd has left (ip link del %[1]s): %[2]w",
+			l.Attrs().Name, err)
+	}
+	if a.port != 0 {
+		_ = nl.RuleDel(rule(a.vtep.Addr(), a.port))
+	}
+	return nil
+}
+
+// removeLeft removes the interface of the configured name that a killed vnicd has left, and others that killed vnicds
+// of the same owner have left.
 func (d *Device) removeLeft() error {
 	c := &d.cfg
+	if err := sweep(d.nl, c.Owner, c.Interface); err != nil {
+		return err
+	}
 	link, err := d.nl.LinkByName(c.Interface)
 	if errors.As(err, new(netlink.LinkNotFoundError)) {
 		return nil
 	} else if err != nil {
 		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
 	}
-	vtep, ours := strings.CutPrefix(link.Attrs().Alias, mark)
-	addr, err := netip.ParseAddrPort(vtep)
-	if link.Type() != "wireguard" || !ours || err != nil {
+	a, ours := parseAlias(link.Attrs().Alias)
+	if link.Type() != "wireguard" || !ours {
 		return fmt.Errorf("%w: %s exists, of type %s, and without the alias of vnicd's interfaces: choose another name or remove "+
 			"it (ip link del %s)", ErrForeign, c.Interface, link.Type(), c.Interface)
 	}
-	if inUse(addr) {
-		return fmt.Errorf("%w: %s is in use by the vnicd with the VTEP %v", ErrForeign, c.Interface, addr)
+	if inUse(a.vtep) {
+		return fmt.Errorf("%w: %s is in use by the vnicd with the VTEP %v", ErrForeign, c.Interface, a.vtep)
 	}
-	if err := d.nl.LinkDel(link); err != nil {
-		return fmt.Errorf("wireguard: remove the interface %s that an earlier vnicd has left: %w", c.Interface, err)
-	}
-	return nil
+	return remove(d.nl, link, a)
 }
 
 // inUse reports whether a program has the UDP address, as a running VTEP does.
@@ -63,7 +135,7 @@ func inUse(a netip.AddrPort) bool {
 // add makes the interface.
 func (d *Device) add() error {
 	c := &d.cfg
-	addrs, err := d.nl.AddrList(nil, d.family())
+	addrs, err := d.nl.AddrList(nil, family(c.Local))
 	if err != nil {
 		return fmt.Errorf("wireguard: list addresses: %w", err)
 	}
@@ -91,7 +163,8 @@ func (d *Device) add() error {
 		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
 	}
 	d.index, d.mtu = made.Attrs().Index, usualMTU
-	if err := d.nl.LinkSetAlias(made, mark+netip.AddrPortFrom(c.Local, c.Port).String()); err != nil {
+	a := alias{netip.AddrPortFrom(c.Local, c.Port), c.ListenPort, c.Owner}
+	if err := d.nl.LinkSetAlias(made, a.String()); err != nil {
 		return fmt.Errorf("wireguard: alias of interface %s: %w", c.Interface, err)
 	}
 	return nil
@@ -113,9 +186,8 @@ func (d *Device) up() error {
 	case err != nil:
 		return fmt.Errorf("wireguard: interface %s: %w", c.Interface, err)
 	}
-	r := netlink.NewRule()
-	r.Family, r.IifName, r.Table, r.Priority = d.family(), "lo", d.table(), rulePriority // lo: made by this host
-	_ = d.nl.RuleDel(r)                                                                  // of a killed vnicd
+	r := rule(c.Local, c.ListenPort)
+	_ = d.nl.RuleDel(r) // of a killed vnicd
 	if err := d.nl.RuleAdd(r); err != nil {
 		return fmt.Errorf("wireguard: rule for routing table %d: %w", r.Table, err)
 	}
@@ -123,17 +195,24 @@ func (d *Device) up() error {
 	return nil
 }
 
-func (d *Device) family() int {
-	if d.cfg.Local.Is4() {
+// rule leads what this host itself sends to the routes of the interface with that VTEP's address and port.
+func rule(vtep netip.Addr, port uint16) *netlink.Rule {
+	r := netlink.NewRule()
+	r.Family, r.IifName, r.Table, r.Priority = family(vtep), "lo", table(port), rulePriority // lo: made by this host
+	return r
+}
+
+func family(a netip.Addr) int {
+	if a.Is4() {
 		return netlink.FAMILY_V4
 	}
 	return netlink.FAMILY_V6
 }
 
-func (d *Device) table() int { return firstTable + int(d.cfg.ListenPort) }
+func table(port uint16) int { return firstTable + int(port) }
 
 func (d *Device) route(to netip.Addr) *netlink.Route {
-	return &netlink.Route{LinkIndex: d.index, Dst: host(to), Src: d.cfg.Local.AsSlice(), Table: d.table(),
+	return &netlink.Route{LinkIndex: d.index, Dst: host(to), Src: d.cfg.Local.AsSlice(), Table: table(d.cfg.ListenPort),
 		Scope: netlink.SCOPE_LINK}
 }
 

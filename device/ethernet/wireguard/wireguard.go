@@ -99,6 +99,9 @@ type Config struct {
 	// Local and Port are the VTEP's address, which the interface gets, and its UDP port.
 	Local netip.Addr
 	Port  uint16
+	// Owner is a directory that only one running vnicd uses, its run-dir: interfaces of the same owner that are not in use
+	// are left over.
+	Owner string
 	Settings
 	Log hclog.Logger
 }
@@ -118,7 +121,7 @@ type Device struct {
 	closed bool
 }
 
-// Open makes the interface. One that a killed vnicd has left is replaced; any other one of that name is an error.
+// Open makes the interface. What a killed vnicd has left is removed; any other interface of that name is an error.
 func Open(c Config) (*Device, error) {
 	d := &Device{cfg: c}
 	d.cfg.Settings = Settings{}

@@ -150,6 +150,23 @@ func TestMTU(t *testing.T) {
 	})
 }
 
+// TestAlias: an alias of another program, or a damaged one, is not ours.
+func TestAlias(t *testing.T) {
+	a := alias{netip.MustParseAddrPort("[fd00::1]:4789"), 51820, "/run/a b"}
+	if got, ok := parseAlias(a.String()); !ok || got != a {
+		t.Errorf("%v, %t", got, ok)
+	}
+	if got, ok := parseAlias("vnicd 10.9.0.1:4789"); !ok || got.vtep.Port() != 4789 || got.owner != "" {
+		t.Errorf("%v, %t", got, ok)
+	}
+	for _, text := range []string{"", "vnicd", "vnicd ", "other 10.9.0.1:4789 1 /run", "vnicd 10.9.0.1 1 /run",
+		"vnicd 10.9.0.1:4789 70000 /run", "vnicdx 10.9.0.1:4789"} {
+		if got, ok := parseAlias(text); ok {
+			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
 // An interface that is not ours stays as it is.
 func TestForeignInterface(t *testing.T) {
 	a, b := nstest.New(t, "a"), nstest.New(t, "b")
@@ -187,7 +204,8 @@ func TestKernel(t *testing.T) {
 			t.Skipf("this kernel has no WireGuard (TestProtectedUnderlay of package integration runs this in a VM): %s", out)
 		}
 		c := Config{Interface: DefaultInterface, ListenPort: DefaultPort, Local: netip.MustParseAddr(local), Port: 4789,
-			Settings: Settings{PrivateKey: secret(t), Peers: []Peer{peer(t, 2), peer(t, 3)}}, Log: hclog.NewNullLogger()}
+			Owner: "/run/v nicd", Settings: Settings{PrivateKey: secret(t), Peers: []Peer{peer(t, 2), peer(t, 3)}},
+			Log: hclog.NewNullLogger()}
 		if c.Local.Is6() {
 			c.Peers[0].Addr, c.Peers[1].Addr = netip.MustParseAddr("fd00:9::2"), netip.MustParseAddr("fd00:9::3")
 		}
@@ -262,6 +280,48 @@ func TestKernel(t *testing.T) {
 		}
 		again.Close()
 		again.Close()
+
+		// Also under another name, with its rule, if nobody uses its VTEP's address. Another owner's is left alone.
+		killed, foreign := c, c
+		killed.Interface, killed.ListenPort, foreign.Interface, foreign.Owner = "killed", 51821, "foreign", "/run/another"
+		foreign.ListenPort, foreign.Local, foreign.Peers = 51822, c.Peers[1].Addr, c.Peers[:1]
+		k, err := open(killed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		f, err := open(foreign)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sweep := func() {
+			ns.Do(func() { err = Sweep(c.Owner) })
+			if err != nil {
+				t.Error(err)
+			}
+		}
+		ns.Do(func() { vtep, err = net.ListenPacket("udp", netip.AddrPortFrom(c.Local, c.Port).String()) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if sweep(); k.Status().Problem != "" {
+			t.Errorf("an interface in use: %+v", k.Status())
+		}
+		_ = vtep.Close()
+		if again, err = open(c); err != nil {
+			t.Fatal(err)
+		}
+		out := ns.IP("link") + ns.IP(family, "rule")
+		if strings.Contains(out, "killed") || strings.Contains(out, "478951821") || !strings.Contains(out, "foreign") ||
+			!strings.Contains(out, "478951822") || again.Status().Problem != "" {
+			t.Errorf("an interface of another name is left: %s", out)
+		}
+		// Its vnicd is dead: rule and interface go with the next one, whether that has WireGuard or not.
+		if sweep(); strings.Contains(ns.IP("link")+ns.IP(family, "rule"), "vnicd-wg0") || f.Status().Problem != "" {
+			t.Errorf("left: %s; %+v", ns.IP("link"), f.Status())
+		}
+		k.Close()
+		again.Close()
+		f.Close()
 		if out := ns.IP("link"); strings.Contains(out, DefaultInterface) {
 			t.Errorf("left behind: %s", out)
 		}

@@ -16,10 +16,13 @@ import (
 func (d *Daemon) protect() (err error) {
 	u, v := d.cfg.Underlay, d.cfg.VTEP
 	if u == nil {
+		if err := wireguard.Sweep(d.cfg.RunDir); err != nil {
+			d.log.Warn("a rule for WireGuard may keep this host from its peers", "error", err)
+		}
 		return nil
 	}
 	d.guard, err = wireguard.Open(wireguard.Config{Interface: u.Interface, ListenPort: u.Port, Local: v.Local,
-		Port: v.Port, Settings: u.Settings(), Log: d.log.Named("wireguard")})
+		Port: v.Port, Owner: d.cfg.RunDir, Settings: u.Settings(), Log: d.log.Named("wireguard")})
 	if err != nil {
 		advice := ""
 		if errors.Is(err, unix.EPERM) {

@@ -402,7 +402,15 @@ func testProtectedHosts(t *testing.T, v6 bool) {
 	h := newTwoHosts(t, v6)
 	phys, _, vtep, _, host := h.addrs()
 
+	// An earlier vnicd had WireGuard, and was killed; its rule comes before the host's routes.
+	family := map[bool]string{true: "-6", false: "-4"}[v6]
+	h.ns[0].MustExec("sh", "-c", fmt.Sprintf("ip link add left type wireguard && ip link set left alias 'vnicd %s 999 %s' "+
+		"&& ip %s rule add iif lo lookup 478900999 priority 4789", net.JoinHostPort(vtep[0], "4789"), h.dir[0], family))
 	h.start(false)
+	if out := h.ns[0].IP("link") + h.ns[0].IP(family, "rule"); strings.Contains(out, "left") ||
+		strings.Contains(out, "478900999") {
+		t.Errorf("left behind: %s", out)
+	}
 	p := h.programs(ctx)
 	p.exchange("without protection")
 	plain := p.rate()

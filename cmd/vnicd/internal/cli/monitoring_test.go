@@ -18,17 +18,17 @@ import (
 	"github.com/vnicd/vnicd/device/testutil/testlog"
 )
 
-// TestMonitoringProcess: the page and the metrics of `vnicd run` come from a process without rights, which may die
-// without the daemon, is started again although the daemon can start no programs, and ends with the daemon.
-func TestMonitoringProcess(t *testing.T) {
+// startMonitored starts `vnicd run` with metrics and page; file is its configuration, socket where they are.
+func startMonitored(t *testing.T) (c *exec.Cmd, log *testlog.Log, file, socket string) {
+	t.Helper()
 	dir := t.TempDir()
-	file, socket := filepath.Join(dir, "vnicd.yaml"), filepath.Join(dir, "mon")
+	file, socket = filepath.Join(dir, "vnicd.yaml"), filepath.Join(dir, "mon")
 	yaml := fmt.Sprintf("run-dir: %s/run\nmonitoring: {listen: %s, page: true}\nnetworks: [{name: blue, vni: 100}]\n%s",
 		dir, socket, vmOne)
 	if err := os.WriteFile(file, []byte(yaml), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	c, log := exec.Command(os.Args[0], "-c", file, "run"), &testlog.Log{}
+	c, log = exec.Command(os.Args[0], "-c", file, "run"), &testlog.Log{}
 	c.Env = append(os.Environ(), asVNICD+"=1")
 	c.Stdout, c.Stderr = log, log
 	if err := c.Start(); err != nil {
@@ -36,6 +36,41 @@ func TestMonitoringProcess(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = c.Process.Kill() }) // it may have ended
 	testutil.Eventually(t, "the daemon is ready", func() bool { return strings.Contains(log.String(), "ready") })
+	return c, log, file, socket
+}
+
+// TestSpawnerEnds: the process that starts BGP's and monitoring's ends, they with it, and nobody can start them again.
+// `vnicd status` says so.
+func TestSpawnerEnds(t *testing.T) {
+	c, log, file, _ := startMonitored(t)
+	status := func() string {
+		t.Helper()
+		q := exec.Command(os.Args[0], "-c", file, "status")
+		q.Env = c.Env
+		out, err := q.CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return string(out)
+	}
+	const ended = "monitoring have ended"
+	if text := status(); strings.Contains(text, ended) {
+		t.Errorf("status: %s", text)
+	}
+	if err := syscall.Kill(spawnerProcess(t, c.Process.Pid), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	testutil.Eventually(t, "status says so", func() bool { return strings.Contains(status(), ended) })
+	_ = c.Process.Signal(syscall.SIGTERM)
+	if err := c.Wait(); err != nil {
+		t.Errorf("%v: %s", err, log)
+	}
+}
+
+// TestMonitoringProcess: the page and the metrics of `vnicd run` come from a process without rights, which may die
+// without the daemon, is started again although the daemon can start no programs, and ends with the daemon.
+func TestMonitoringProcess(t *testing.T) {
+	c, log, _, socket := startMonitored(t)
 	client := http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true,
 		DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", socket) }}}
 	get := func(path string) string {

@@ -94,6 +94,9 @@ func showAll(w io.Writer, s *daemon.Status) {
 			fmt.Fprintf(w, "  this is the previous program: %s\n", k.Failure)
 		}
 	}
+	if s.WorkersEnded {
+		fmt.Fprintln(w, "BGP and monitoring have ended with the process that starts theirs: restart vnicd")
+	}
 	if c := s.Continued; c.HCAs > 0 {
 		fmt.Fprintf(w, "continued %d HCAs, which stood still for at most %v\n", c.HCAs,
 			time.Duration(c.Silence*float64(time.Second)).Round(time.Millisecond))

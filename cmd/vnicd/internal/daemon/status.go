@@ -39,6 +39,9 @@ type Status struct {
 
 	Memory *hostdriver.HostStatus `json:"memory,omitempty"` // of the host; nil: not watched
 
+	// WorkersEnded: the processes for BGP and monitoring have ended and cannot be started again by this vnicd.
+	WorkersEnded bool `json:"workers_ended,omitempty"`
+
 	Keeper    *keeper.Status  `json:"keeper,omitempty"` // nil: `vnicd run` without --keep
 	Continued ContinuedStatus `json:"continued"`
 }
@@ -149,7 +152,8 @@ func (d *Daemon) Status() *Status {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	s := &Status{Host: d.cfg.Host, Config: d.path, Version: d.version, PID: os.Getpid(),
-		Uptime: time.Since(d.started).Seconds(), Keeper: keeper.Mine(), Continued: d.continued()}
+		Uptime: time.Since(d.started).Seconds(), Keeper: keeper.Mine(), Continued: d.continued(),
+		WorkersEnded: d.workers != nil && d.workers.Ended()}
 	for _, l := range d.loops {
 		s.Engines = append(s.Engines, l.Stats())
 	}

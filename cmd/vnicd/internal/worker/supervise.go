@@ -76,6 +76,16 @@ func (s *Spawner) Close() {
 	s.done.Wait()
 }
 
+// Ended reports whether the spawner has ended by itself, its workers with it: none can be started again.
+func (s *Spawner) Ended() bool {
+	select {
+	case <-s.down:
+		return true
+	default:
+		return false
+	}
+}
+
 // read takes the spawner's reports until it ends.
 func (s *Spawner) read() {
 	b := make([]byte, pktMax)

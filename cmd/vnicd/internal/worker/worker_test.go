@@ -639,6 +639,7 @@ func TestSpawnerDies(t *testing.T) {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, "the worker's end", func() bool { return !running(p) })
+	testutil.Eventually(t, "the spawner's end", r.s.Ended)
 	testutil.Eventually(t, "the log", func() bool {
 		return strings.Contains(r.log.String(), "worker process cannot be started again until vnicd is restarted")
 	})

@@ -113,6 +113,10 @@ func registry() []Row {
 			Name: "wire_write_64k", What: "remote_write_64k without segmentation offloads (TSO, GSO, UDP) of the wire",
 			Anchor: "iperf3 TCP over kernel VXLAN, likewise", Unit: "Gbit/s", Open: wireWithoutOffloads,
 		},
+		{
+			Name: protectedRow, What: "remote_write_64k, encrypted (`underlay: {protect: wireguard}`)",
+			Anchor: "the same in cleartext", Unit: "Gbit/s", Open: protectedWrite,
+		},
 		lossRow("01", 0.001), lossRow("1", 0.01), lossLatencyRow("01", 0.001), lossLatencyRow("1", 0.01),
 		{
 			Name:   "incast_8",

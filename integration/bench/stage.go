@@ -142,6 +142,12 @@ func peered(i int) string {
 
 // remote starts two daemons with a VM each, joined by a veth pair of that MTU, which also carries a kernel VXLAN.
 func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*lab.Host, nodes [2]*node, err error) {
+	return b.remoteWith(ctx, mtu, memory, func(_ *lab.Host, i int) (string, error) { return peered(i), nil })
+}
+
+// remoteWith is remote with that configuration of host i's underlay and network.
+func (b *Bench) remoteWith(ctx context.Context, mtu int, memory uint64,
+	underlay func(h *lab.Host, i int) (string, error)) (hosts []*lab.Host, nodes [2]*node, err error) {
 	if hosts, err = b.hosts(2); err != nil {
 		return
 	}
@@ -158,7 +164,11 @@ func (b *Bench) remote(ctx context.Context, mtu int, memory uint64) (hosts []*la
 				underlayAddr(i), underlayAddr(1-i), kernelAddr(i))); err != nil {
 			return
 		}
-		if err = b.daemon(ctx, h, i, 1, peered(i)); err != nil {
+		var network string
+		if network, err = underlay(h, i); err != nil {
+			return
+		}
+		if err = b.daemon(ctx, h, i, 1, network); err != nil {
 			return
 		}
 		if nodes[i], err = b.open(h, i, memory); err != nil {

@@ -51,3 +51,20 @@ func TestFrames(t *testing.T) {
 		t.Error("no frames", n)
 	}
 }
+
+// TestParseInner: figures of a row that was measured in a VM, and results without them.
+func TestParseInner(t *testing.T) {
+	const good = `{"kernel":"6.12"}` + "\n" +
+		`{"row":"r","ours":1.5,"anchor":3,"per":"KiB","cpu_ns":700,"anchor_cpu_ns":200,"extra":{"x":1}}` + "\n"
+	r, err := parseInner(good, "r")
+	if err != nil || r.ours.Value != 1.5 || r.anchor.Value != 3 || r.ours.Work.perUnit() != 700 ||
+		r.anchor.Work.perUnit() != 200 || r.ours.Work.unit != "KiB" || r.ours.Extra["x"] != 1 {
+		t.Errorf("%+v, %v", r, err)
+	}
+	for _, bad := range []string{"", "x", `{"row":"q","ours":1.5,"anchor":3}`, `{"row":"r","error":"no daemon"}`,
+		`{"row":"r","ours":1.5}`} {
+		if r, err := parseInner(bad, "r"); err == nil {
+			t.Errorf("%q: %+v", bad, r)
+		}
+	}
+}

@@ -6,19 +6,41 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 )
 
-// command runs the command on the first VM, or on all, and returns its exit status: of several, that of the VM with the
-// lowest rank that is not 0. A VM that ends is an error.
-func (c *cluster) command(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) (int, error) {
+// job is a command with what its caller gives it.
+type job struct {
+	Command
+	dir            string // where it begins
+	stdin          io.Reader
+	stdout, stderr io.Writer
+	// id, if set, is unique in the cluster, which outlives the job: a job that is cancelled must end in its VMs, too.
+	id string
+	// resized, if set, reports changes of the size of the terminal that is stdin.
+	resized <-chan struct{}
+}
+
+// jobVariable has the id of the job in the environment of its processes in the VMs.
+const jobVariable = "VNICD_LAB_JOB"
+
+// command runs a job on a VM, or on all, and returns its exit status: of several, that of the VM with the lowest rank
+// that is not 0. A VM that ends is an error.
+func (c *cluster) command(ctx context.Context, j *job) (int, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	first, err := c.vm(j.VM)
+	if err != nil {
+		return 0, err
+	}
 	for _, v := range c.vms {
 		go func() {
 			select {
@@ -29,16 +51,18 @@ func (c *cluster) command(ctx context.Context, stdin io.Reader, stdout, stderr i
 		}()
 	}
 	status := make([]int, len(c.vms))
-	var err error
-	if c.Each {
+	if j.Each {
 		var mu sync.Mutex
 		err = c.all(func(v *vm) (err error) {
-			out, errOut := &prefixed{mu: &mu, to: stdout, prefix: v.name}, &prefixed{mu: &mu, to: stderr, prefix: v.name}
-			status[v.rank], err = c.ssh(ctx, v, nil, out, errOut)
+			each := *j
+			out := &prefixed{mu: &mu, to: j.stdout, prefix: v.name}
+			errOut := &prefixed{mu: &mu, to: j.stderr, prefix: v.name}
+			each.stdin, each.stdout, each.stderr = nil, out, errOut
+			status[v.rank], err = c.ssh(ctx, v, &each)
 			return errors.Join(err, out.flush(), errOut.flush())
 		})
 	} else {
-		status[0], err = c.ssh(ctx, c.vms[0], stdin, stdout, stderr)
+		status[0], err = c.ssh(ctx, first, j)
 	}
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
@@ -51,17 +75,50 @@ func (c *cluster) command(ctx context.Context, stdin io.Reader, stdout, stderr i
 	return 0, err
 }
 
-// ssh runs the command on one VM and returns its exit status. If ctx ends first, the error is that of ctx.
-func (c *cluster) ssh(ctx context.Context, v *vm, stdin io.Reader, stdout, stderr io.Writer) (int, error) {
+// vm returns the VM of a name; "": the first.
+func (c *cluster) vm(name string) (*vm, error) {
+	for _, v := range c.vms {
+		if name == "" || v.name == name {
+			return v, nil
+		}
+	}
+	return nil, fmt.Errorf("no VM %q: want vm1 to vm%d", name, len(c.vms))
+}
+
+// ssh runs the job's command on one VM and returns its exit status. If ctx ends first, the error is that of ctx.
+func (c *cluster) ssh(ctx context.Context, v *vm, j *job) (int, error) {
 	argv := []string{"ssh", "-F", c.keys.clientFile()}
-	if len(c.Command) == 0 {
+	if len(j.Argv) == 0 {
 		argv = append(argv, "-tt")
 	}
-	argv = v.host.NS.Argv(append(argv, v.addr.Addr().String(), "--", remote(c.Dir, c.Env, c.Command)))
+	env := j.Env
+	if j.id != "" {
+		env = append(slices.Clone(env), jobVariable+"="+j.id)
+	}
+	argv = v.host.NS.Argv(append(argv, v.addr.Addr().String(), "--", remote(j.dir, env, j.Argv)))
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdin, stdout, stderr
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = j.stdin, j.stdout, j.stderr
 	cmd.WaitDelay = 5 * time.Second
-	err := cmd.Run()
+	if j.id != "" {
+		cmd.Cancel = func() error { return c.endJob(v, j.id, cmd.Process) }
+	}
+	err := cmd.Start()
+	if err != nil {
+		return 0, err
+	}
+	done := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-j.resized:
+				_ = cmd.Process.Signal(syscall.SIGWINCH)
+			case <-done:
+				return
+			}
+		}
+	}()
+	err = cmd.Wait()
+	close(done)
 	var exit *exec.ExitError
 	switch {
 	case ctx.Err() != nil:
@@ -70,6 +127,15 @@ func (c *cluster) ssh(ctx context.Context, v *vm, stdin io.Reader, stdout, stder
 		return exit.ExitCode(), nil
 	}
 	return 0, err
+}
+
+// endJob ends the processes of a job in a VM, then its ssh. sshd ends a command by itself only if that has a terminal.
+func (c *cluster) endJob(v *vm, id string, ssh *os.Process) error {
+	ctx, cancel := context.WithTimeout(context.Background(), endTime/2)
+	defer cancel()
+	_, _ = v.Run(ctx, fmt.Sprintf(`for e in $(grep -lszx '%s=%s' /proc/[0-9]*/environ); do p=${e%%/environ}; `+
+		`kill -s TERM "${p#/proc/}"; done; true`, jobVariable, id))
+	return ssh.Signal(syscall.SIGTERM)
 }
 
 // remote returns the line that runs a command, or an interactive shell, in dir. Its shell outlives the command, because

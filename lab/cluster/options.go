@@ -6,6 +6,11 @@
 // namespaces: interfaces, mounts, processes and the scratch directory, whatever ends them.
 //
 //	Prepare ──▶ Enter ──(rootless --private)──▶ Serve: hosts ──▶ VMs ──▶ command ──▶ logs, if it failed
+//
+// Up, in place of Enter, leaves a cluster running that serves a Unix socket in a directory of its own (Claim). Exec,
+// Down and List are the socket's clients.
+//
+//	Claim ──▶ Prepare ──▶ Up ──(rootless --private)──▶ Serve: hosts ──▶ VMs ──▶ commands of Exec ──▶ Down
 package cluster
 
 import (
@@ -47,11 +52,18 @@ type Options struct {
 	Loss  float64 // percent of the tunnels' packets, to a tenth
 	Delay time.Duration
 
-	Command []string // empty: an interactive shell on the first VM
-	Each    bool     // run the command on all VMs
-	Env     []string // NAME=VALUE, added to the command's environment
-	Dir     string   // mounted in all VMs under the same path; the command's current directory
-	Logs    string   // absolute path of the directory for logs of a failure; "": a new one in /tmp
+	// Command is the only one of a cluster that ends with it. Its Env is that of every command.
+	Command
+	Dir  string // mounted in all VMs under the same path; the command's current directory
+	Logs string // absolute path of the directory for logs of a failure; "": a new one in /tmp
+}
+
+// Command is what runs on a cluster.
+type Command struct {
+	Argv []string // empty: an interactive shell
+	Each bool     // run it on all VMs
+	VM   string   // run it on this VM; "": the first
+	Env  []string // NAME=VALUE, added to its environment
 }
 
 var (
@@ -89,16 +101,26 @@ func (o *Options) Validate() error {
 	if o.Delay < 0 || o.Delay > maxDelay {
 		bad("--delay %v: want 0s to %v", o.Delay, maxDelay)
 	}
-	for _, v := range o.Env {
-		if name, _, ok := strings.Cut(v, "="); !ok || !variableName.MatchString(name) {
-			bad("--env %q: want NAME=VALUE", v)
-		}
-	}
+	errs = append(errs, o.Command.Validate())
 	if err := mountable(o.Dir); err != nil {
 		errs = append(errs, err)
 	}
 	if o.Logs != "" && (!filepath.IsAbs(o.Logs) || hidden(o.Logs)) {
 		bad("--logs %s: want a directory outside of %s, which is another one in the lab", o.Logs, ownDir)
+	}
+	return errors.Join(errs...)
+}
+
+// Validate reports every mistake in the command.
+func (c *Command) Validate() error {
+	var errs []error
+	for _, v := range c.Env {
+		if name, _, ok := strings.Cut(v, "="); !ok || !variableName.MatchString(name) {
+			errs = append(errs, fmt.Errorf("--env %q: want NAME=VALUE", v))
+		}
+	}
+	if c.Each && c.VM != "" {
+		errs = append(errs, errors.New("--each and --vm: want one of them"))
 	}
 	return errors.Join(errs...)
 }

@@ -31,6 +31,7 @@ func TestValidate(t *testing.T) {
 		{func(o *Options) { o.Delay = time.Minute }, "--delay 1m0s: want 0s to 1s"},
 		{func(o *Options) { o.Delay = -1 }, "--delay -1ns"},
 		{func(o *Options) { o.Env = []string{"A=1", "B C=1"} }, `--env "B C=1": want NAME=VALUE`},
+		{func(o *Options) { o.Each, o.VM = true, "vm1" }, "--each and --vm"},
 		{func(o *Options) { o.Logs = "/run/logs" }, "--logs /run/logs: want a directory outside of /run"},
 		{func(o *Options) { o.Dir = "/" }, "current directory /"},
 		{func(o *Options) { o.Dir = "/usr" }, "current directory /usr"},

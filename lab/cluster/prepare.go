@@ -22,6 +22,7 @@ type Spec struct {
 	VNICD   string // the daemon's binary
 	Recipes string // directory of vm-images, unpacked
 	Module  string // directory of vnicd.ko
+	Stay    bool   // it lasts until Down
 }
 
 // tools are the programs of the host that a cluster needs, with their Debian packages. Building images needs more,

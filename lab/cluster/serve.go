@@ -38,11 +38,12 @@ type vm struct {
 	host *lab.Host
 }
 
-// serve runs the cluster from its beginning to its end and returns the command's exit status.
-func (s *Spec) serve(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) (status int, err error) {
+// serve runs the cluster from its beginning to its end and returns the exit status of its command, or with a door, that
+// of none: the cluster lasts until it is taken down. If it keeps logs, it returns their directory.
+func (s *Spec) serve(ctx context.Context, d *door, stdin io.Reader, stdout, stderr io.Writer) (r result, err error) {
 	env, err := harness.Open(ctx, s.builder(stderr))
 	if err != nil {
-		return 0, err
+		return r, err
 	}
 	c := &cluster{Spec: s, lab: lab.Open(env, s.VNICD, s.Module), plan: plan(s.Hosts, s.VMsPerHost)}
 	defer c.lab.Run()
@@ -52,22 +53,26 @@ func (s *Spec) serve(ctx context.Context, stdin io.Reader, stdout, stderr io.Wri
 	say("hosts: %d, VMs on each: %d (kernel %s, %s)", s.Hosts, s.VMsPerHost, env.Images.KVer, env.Accel)
 	if err = c.up(ctx); err == nil {
 		say("up after %d s", int(time.Since(start).Seconds()))
-		status, err = c.command(ctx, stdin, stdout, stderr)
+		if d != nil {
+			err = d.attend(ctx, c)
+		} else {
+			r.Status, err = c.command(ctx, &job{Command: s.Command, dir: s.Dir, stdin: stdin, stdout: stdout, stderr: stderr})
+		}
 	}
 	if ctx.Err() != nil {
-		return 0, ctx.Err()
+		return result{}, context.Cause(ctx)
 	}
 	// A shell has the status of its last command, which need not be a failure.
-	if err != nil || status != 0 && (len(s.Command) > 0 || s.Logs != "") {
-		dir, lerr := c.keepLogs()
-		if lerr != nil {
+	if err != nil || r.Status != 0 && (len(s.Argv) > 0 || s.Logs != "") || d != nil && s.Logs != "" {
+		var lerr error
+		if r.Logs, lerr = c.keepLogs(); lerr != nil {
 			say("not all logs could be kept: %v", lerr)
 		}
-		if dir != "" {
-			say("logs: %s", dir)
+		if r.Logs != "" {
+			say("logs: %s", r.Logs)
 		}
 	}
-	return status, err
+	return r, err
 }
 
 // up makes hosts and VMs. The HCAs are up when it returns.

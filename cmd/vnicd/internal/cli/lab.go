@@ -41,7 +41,7 @@ func (a *app) labRunCmd() *cobra.Command {
 		Args:              args(cobra.MinimumNArgs(1)),
 		ValidArgsFunction: files,
 		RunE: func(c *cobra.Command, argv []string) error {
-			f.options.Command = argv
+			f.options.Argv = argv
 			return a.lab(c.Context(), &f)
 		},
 	}

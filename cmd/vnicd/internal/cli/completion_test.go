@@ -98,6 +98,14 @@ func TestCompletionOfDaemon(t *testing.T) {
 func TestCompletion(t *testing.T) {
 	path := completionFile(t, completionConfig)
 	fragment(t, path, "two.yaml", "vms: [{name: two, network: red, mac: \"02:00:00:00:00:02\"}]\n")
+	t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
+	for _, name := range []string{"lab2", "lab1"} {
+		p, err := cluster.Claim(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Close()
+	}
 	list := []completionCase{
 		{"status ", "app one two"}, {"status one ", ""}, {"status -j ", "app one two"},
 		{"qemu-args ", "one two"}, {"qemu-args --lines ", "one two"}, {"qemu-args --memory ", ""},
@@ -135,7 +143,9 @@ func TestCompletion(t *testing.T) {
 		{"run --log-level ", "trace debug info warn error"}, {"--config ", "FILES"}, {"status --control ", "FILES"},
 		{"check ", ""}, {"upgrade --unit ", ""}, {"lab run -- ", "FILES"}, {"lab run -- x ", "FILES"},
 		{"lab run --logs ", "DIRECTORIES"}, {"lab shell --kernel ", strings.Join(cluster.Kernels(), " ")}, {"lab shell ", ""},
-		{"lab run --packages ", ""},
+		{"lab run --packages ", ""}, {"lab exec -- ", "FILES"}, {"lab exec --vm ", ""}, {"lab exec --name ", "lab1 lab2"},
+		{"lab shell --name ", "lab1 lab2"}, {"lab down ", "lab1 lab2"}, {"lab down lab1 ", ""}, {"lab list ", ""},
+		{"lab up ", ""}, {"lab up --logs ", "DIRECTORIES"},
 	}
 	checkCompletion(t, path, list)
 

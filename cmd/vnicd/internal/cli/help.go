@@ -65,8 +65,47 @@ the command line is wrong, 128 plus the signal's number after an interrupt.`,
 		"vnicd lab run -- sh -c 'ib_write_bw & sleep 1; ssh vm2 ib_write_bw vm1'\n" +
 			"vnicd lab run --packages openmpi-bin -- mpirun --allow-run-as-root --host vm1,vm2 hostname\n" +
 			"vnicd lab run --each --loss 1% --delay 1ms --logs lab-logs -- ./run-tests"},
-	"lab shell": {`Like "vnicd lab run", with a login shell in place of CMD. The lab ends with the shell.`,
-		"vnicd lab shell --vms-per-host 2"},
+	"lab shell": {`Like "vnicd lab run", with a login shell in place of CMD. The lab ends with the shell. With
+--name the shell is in a lab that is up, which stays, and like "vnicd lab exec" otherwise.`,
+		"vnicd lab shell --vms-per-host 2\nvnicd lab shell --name default --vm vm2"},
+	"lab up": {`Returns when all VMs are ready. The lab, with the VMs' memory, stays until "vnicd lab down",
+also after a logout unless the system ends the user's processes then or removes the user's
+runtime directory. After ^C, or if "up" fails, nothing stays.
+
+The directory in which "up" is run is mounted in all VMs under the same path, for the whole
+life of the lab. What the VMs have and what commands find there: see vnicd-lab-run(8). -e
+sets variables of all commands.
+
+Labs of different names stand beside each other. Only the user that has made a lab can use
+it: its socket is in a directory of mode 0700 below $XDG_RUNTIME_DIR, /run/user/UID or
+/tmp/vnicd-labs-UID.
+
+With --logs DIR "down" leaves logs and captures there. Without, it leaves them in a new
+directory if a VM has ended by itself.
+
+Exit status: 0 if the lab is up, 125 if it failed or the name is taken, 2 if the command line
+is wrong, 128 plus the signal's number after an interrupt.`,
+		"vnicd lab up && vnicd lab exec -- ibv_devinfo && vnicd lab down\n" +
+			"vnicd lab up --name slow --hosts 3 --delay 1ms"},
+	"lab exec": {`CMD runs as root in the VM, in the current directory if that is in the directory in which
+"vnicd lab up" was run, otherwise in the latter. stdin, stdout and stderr are those of this
+command; with --each there is no stdin. Several commands may run at the same time. After ^C
+the processes of CMD get SIGTERM.
+
+Exit status: that of CMD; with --each the first one that is not 0; 125 if there is no such
+lab, or a VM has ended, 2 if the command line is wrong, 128 plus the signal's number after
+an interrupt.`,
+		"vnicd lab exec -- ibv_devinfo\nvnicd lab exec --vm vm2 -- sh -c 'dmesg | tail'\n" +
+			"vnicd lab exec --name slow --each -- ./run-tests"},
+	"lab list": {`States:
+
+starting  being made, or being removed
+up        commands can run
+failed    a VM has ended
+ended     the lab was killed; "vnicd lab down" removes what it has left`,
+		"vnicd lab list\nvnicd lab list -j | jq '.[].name'"},
+	"lab down": {`Commands that run there are ended. Also for a lab of which a VM, or all, has ended by itself
+or was killed. Without NAME: "default".`, "vnicd lab down\nvnicd lab down slow"},
 
 	"network":      {"", "vnicd network\nvnicd network add green vni 200 peer 192.0.2.2"},
 	"network show": {"Without NAME: all networks.", "vnicd network show blue"},

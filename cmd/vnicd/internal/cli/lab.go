@@ -7,10 +7,12 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/vnicd/vnicd/lab/cluster"
 )
@@ -25,11 +27,12 @@ func (a *app) labCmd() *cobra.Command {
 		Short: "Run commands on VMs with an HCA, on this machine alone",
 		Long: `A lab is a set of "hosts", which are network namespaces joined by an underlay, with a
 vnicd on each and QEMU VMs that have the guest module loaded and the HCA up. It needs no
-configuration, no hardware and no root, and ends with the command.`,
+configuration, no hardware and no root. That of "run" ends with its command; that of "up"
+stays for any number of commands ("exec", "shell") until "down".`,
 		Args: args(cobra.NoArgs),
 		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
 	}
-	c.AddCommand(a.labRunCmd(), a.labShellCmd())
+	c.AddCommand(a.labRunCmd(), a.labShellCmd(), a.labUpCmd(), a.labExecCmd(), a.labListCmd(), a.labDownCmd())
 	return c
 }
 
@@ -53,20 +56,42 @@ func (a *app) labRunCmd() *cobra.Command {
 
 func (a *app) labShellCmd() *cobra.Command {
 	var f labFlags
+	var name, vm string
 	c := &cobra.Command{
 		Use:   "shell [flags]",
-		Short: "Run an interactive shell on the first VM of a new lab",
+		Short: "Run an interactive shell on a VM, in a new lab or in one that is up",
 		Args:  args(cobra.NoArgs),
-		RunE:  func(c *cobra.Command, _ []string) error { return a.lab(c.Context(), &f) },
+		RunE: func(c *cobra.Command, _ []string) error {
+			if !c.Flags().Changed("name") {
+				if vm != "" {
+					return usageError{errors.New("--vm is for a lab that is up: want --name, too")}
+				}
+				return a.lab(c.Context(), &f)
+			}
+			var of []string // a new lab
+			c.Flags().Visit(func(g *pflag.Flag) {
+				if c.LocalFlags().Lookup(g.Name) != nil && !slices.Contains([]string{"name", "vm", "env"}, g.Name) {
+					of = append(of, "--"+g.Name)
+				}
+			})
+			if len(of) > 0 {
+				return usageError{fmt.Errorf("--name is a lab that is up already: it has been made without %s",
+					strings.Join(of, ", "))}
+			}
+			return a.labExec(c.Context(), name, &cluster.Command{VM: vm, Env: variables(f.options.Env)})
+		},
 	}
 	f.add(c)
+	addLabName(c, &name, "in the lab of this `name`, which is up, in place of a new one")
+	c.Flags().Lookup("name").DefValue = ""
+	addLabVM(c, &vm)
 	return c
 }
 
 // labServe are the arguments of the process that runs a lab in namespaces of its own, which this program starts.
 var labServe = []string{"lab", "serve"}
 
-// labFlags are the flags of `vnicd lab run` and `vnicd lab shell`.
+// labFlags are the flags that describe a new lab.
 type labFlags struct {
 	options              cluster.Options
 	packages, loss, logs string
@@ -96,13 +121,7 @@ func (f *labFlags) complete() (cluster.Options, error) {
 		lerr = fmt.Errorf("--loss: %w", lerr)
 	}
 	o.Packages = strings.FieldsFunc(f.packages, func(r rune) bool { return r == ' ' || r == ',' })
-	o.Env = nil
-	for _, v := range f.options.Env {
-		if !strings.Contains(v, "=") {
-			v += "=" + os.Getenv(v)
-		}
-		o.Env = append(o.Env, v)
-	}
+	o.Env = variables(f.options.Env)
 	if o.Dir, err = os.Getwd(); err != nil {
 		return o, err
 	}
@@ -117,12 +136,34 @@ func (f *labFlags) complete() (cluster.Options, error) {
 	return o, errors.Join(lerr, o.Validate())
 }
 
+// variables gives those without a value the one of this process.
+func variables(list []string) (env []string) {
+	for _, v := range list {
+		if !strings.Contains(v, "=") {
+			v += "=" + os.Getenv(v)
+		}
+		env = append(env, v)
+	}
+	return env
+}
+
 // lab runs a lab and ends with the status of its command.
 func (a *app) lab(ctx context.Context, f *labFlags) error {
 	o, err := f.complete()
 	if err != nil {
 		return usageError{err}
 	}
+	return labStatus(ctx, func(ctx context.Context) (int, error) {
+		s, err := cluster.Prepare(ctx, o, a.err)
+		if err != nil {
+			return 0, err
+		}
+		return cluster.Enter(ctx, s, labServe, os.Stdin, a.out, a.err)
+	})
+}
+
+// labStatus runs f, whose context ends with a signal, and ends with the exit status that it returns.
+func labStatus(ctx context.Context, f func(ctx context.Context) (int, error)) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
 	defer signal.Stop(signals)
@@ -139,11 +180,7 @@ func (a *app) lab(ctx context.Context, f *labFlags) error {
 		case <-ctx.Done():
 		}
 	}()
-	status, err := 0, error(nil)
-	s, err := cluster.Prepare(ctx, o, a.err)
-	if err == nil {
-		status, err = cluster.Enter(ctx, s, labServe, os.Stdin, a.out, a.err)
-	}
+	status, err := f(ctx)
 	cancel()
 	<-done
 	switch {

@@ -26,6 +26,17 @@ func TestLabUsage(t *testing.T) {
 		{[]string{"run", "--kernel", "5.4", "true"}, []string{"want 6.1, 6.12, 7.x"}},
 		{[]string{"run", "--packages", "gdb;x", "true"}, []string{`--packages "gdb;x": want names of Debian packages`}},
 		{[]string{"run", "-e", "1A=2", "true"}, []string{"want NAME=VALUE"}},
+		{[]string{"up", "true"}, []string{"unknown command"}},
+		{[]string{"up", "--name", "a/b"}, []string{`--name: name "a/b": want 1 to 32 letters`}},
+		{[]string{"up", "--hosts", "0"}, []string{"--hosts 0: want 1 to 16"}},
+		{[]string{"exec"}, []string{"requires at least 1 arg", "vnicd lab exec [flags] -- CMD"}},
+		{[]string{"exec", "--name", "..", "true"}, []string{`--name: name ".."`}},
+		{[]string{"exec", "--each", "--vm", "vm2", "-e", "1A=2", "true"}, []string{"--each and --vm", "want NAME=VALUE"}},
+		{[]string{"shell", "--vm", "vm2"}, []string{"--vm is for a lab that is up: want --name, too"}},
+		{[]string{"shell", "--name", "a", "--hosts", "1", "--loss", "1%"},
+			[]string{"made without --hosts, --loss"}},
+		{[]string{"down", "a", "b"}, []string{"accepts at most 1 arg"}},
+		{[]string{"down", "a b"}, []string{`name "a b"`}},
 	} {
 		var out, errOut strings.Builder
 		if code := Main("test", append([]string{"lab"}, x.args...), &out, &errOut); code != exitUsage {
@@ -57,6 +68,22 @@ func TestLabFlags(t *testing.T) {
 		!slices.Equal(o.Packages, []string{"gdb", "strace"}) || o.Logs != o.Dir+"/logs" ||
 		!slices.Equal(command, []string{"ls", "-l", "--hosts", "x"}) {
 		t.Errorf("%+v, %q, %v", o, command, err)
+	}
+}
+
+// TestNoLab: commands for a lab that is not up say so, with the status of a lab that failed.
+func TestNoLab(t *testing.T) {
+	t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
+	for _, line := range []string{"exec --name x true", "shell --name x", "down x"} {
+		var out, errOut strings.Builder
+		if code := Main("test", append([]string{"lab"}, strings.Fields(line)...), &out, &errOut); code != exitLab ||
+			!strings.Contains(errOut.String(), `no lab "x": `) {
+			t.Errorf("%s: status %d: %s", line, code, errOut.String())
+		}
+	}
+	var out, errOut strings.Builder
+	if code := Main("test", []string{"lab", "list", "-j"}, &out, &errOut); code != exitOK || out.String() != "[]\n" {
+		t.Errorf("status %d: %s%s", code, out.String(), errOut.String())
 	}
 }
 

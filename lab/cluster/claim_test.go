@@ -89,7 +89,8 @@ func TestPlaceOfOthers(t *testing.T) {
 			t.Errorf("mode 0755: %v", err)
 		}
 	}
-	if err := errors.Join(os.RemoveAll(parent), os.Symlink(t.TempDir(), parent)); err != nil {
+	own := t.TempDir()
+	if err := errors.Join(os.Chmod(own, 0o700), os.RemoveAll(parent), os.Symlink(own, parent)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Claim("a"); err == nil {

@@ -26,8 +26,8 @@ type labUser struct {
 	argv func(line string) []string
 }
 
-// TestLabCommand: `vnicd lab run` outside of the source tree, by root, and by an unprivileged user whose images it
-// first builds from what the binary has embedded.
+// TestLabCommand: `vnicd lab run` and the labs of `vnicd lab up` outside of the source tree, by root, and by an
+// unprivileged user whose images it first builds from what the binary has embedded.
 func TestLabCommand(t *testing.T) {
 	for name, user := range map[string]func(t *testing.T) *labUser{"root": labRoot, "ordinary user": labSomebody} {
 		t.Run(name, func(t *testing.T) {
@@ -38,6 +38,10 @@ func TestLabCommand(t *testing.T) {
 			t.Run("a failure", func(t *testing.T) { u.failure(ctx, t) })
 			t.Run("an interrupt", func(t *testing.T) { u.interrupt(ctx, t, syscall.SIGINT, 128+2) })
 			t.Run("a kill", func(t *testing.T) { u.interrupt(ctx, t, syscall.SIGKILL, -1) })
+			t.Run("an interrupt of up", func(t *testing.T) { u.interruptedUp(ctx, t) })
+			if u.uid != 0 { // the same code, and half the time
+				t.Run("up", func(t *testing.T) { u.stay(ctx, t) })
+			}
 		})
 	}
 }
@@ -71,11 +75,17 @@ func (u *labUser) install(t *testing.T, dir string) {
 	check(t, os.WriteFile(u.vnicd, must[[]byte](t)(os.ReadFile("../build/vnicd")), 0o755))
 }
 
-// start starts `vnicd lab run ARGS`.
+// start starts `vnicd lab ARGS`.
 func (u *labUser) start(t *testing.T, args string) *harness.Process {
 	t.Helper()
+	return u.startLine(t, fmt.Sprintf("exec '%s' lab %s", u.vnicd, args))
+}
+
+// startLine starts a line of the user's shell.
+func (u *labUser) startLine(t *testing.T, line string) *harness.Process {
+	t.Helper()
 	p := must[*harness.Process](t)((&harness.Namespace{}).Start(filepath.Join(t.TempDir(), "log"), nil,
-		u.argv(fmt.Sprintf("exec '%s' lab run %s", u.vnicd, args))...))
+		u.argv(line)...))
 	t.Cleanup(p.Kill)
 	return p
 }
@@ -130,12 +140,12 @@ func (u *labUser) twoLabs(ctx context.Context, t *testing.T) {
 	u.write(t, "from-host", "hello")
 	u.write(t, "script", labScript)
 	// The images are built once, by the first.
-	if out, status := u.status(ctx, t, u.start(t, "--hosts 1 -- uname -r")); status != 0 || !strings.Contains(out,
+	if out, status := u.status(ctx, t, u.start(t, "run --hosts 1 -- uname -r")); status != 0 || !strings.Contains(out,
 		"-amd64\n") {
 		t.Fatalf("status %d", status)
 	}
-	each := u.start(t, `--hosts 1 --vms-per-host 2 --each -- sh -c 'echo number $VNICD_LAB_RANK on $(hostname)'`)
-	out, status := u.status(ctx, t, u.start(t, `-e WORD="a  b" -- sh script`))
+	each := u.start(t, `run --hosts 1 --vms-per-host 2 --each -- sh -c 'echo number $VNICD_LAB_RANK on $(hostname)'`)
+	out, status := u.status(ctx, t, u.start(t, `run -e WORD="a  b" -- sh script`))
 	for _, want := range []string{"vm1,vm2 10.77.0.1,10.77.0.2 0 of 2, a  b, hello\n", "200 iters in"} {
 		if status != 0 || !strings.Contains(out, want) {
 			t.Errorf("status %d, want 0 and %q", status, want)
@@ -160,7 +170,7 @@ var (
 
 // failure: the status of a command is passed on, logs and captures are kept, and the underlay has been slow and lossy.
 func (u *labUser) failure(ctx context.Context, t *testing.T) {
-	_, status := u.status(ctx, t, u.start(t, "--loss 10% --delay 5ms --logs logs -- "+
+	_, status := u.status(ctx, t, u.start(t, "run --loss 10% --delay 5ms --logs logs -- "+
 		"sh -c 'ping -i 0.02 -c 300 vm2 >ping; exit 3'"))
 	if status != 3 {
 		t.Errorf("status %d, want 3", status)
@@ -189,6 +199,17 @@ func (u *labUser) failure(ctx context.Context, t *testing.T) {
 	}
 }
 
+// running fails the test if the process has ended.
+func running(t *testing.T, p *harness.Process) bool {
+	t.Helper()
+	select {
+	case <-p.Done():
+		t.Fatalf("the lab has ended: %s", p.LogTail())
+	default:
+	}
+	return true
+}
+
 // interrupt: a signal to the program, even one that it cannot handle, removes everything.
 func (u *labUser) interrupt(ctx context.Context, t *testing.T, s syscall.Signal, want int) {
 	before := u.traces(t)
@@ -196,15 +217,8 @@ func (u *labUser) interrupt(ctx context.Context, t *testing.T, s syscall.Signal,
 		t.Fatalf("before: %q", before)
 	}
 	started := filepath.Join(u.dir, "started-"+s.String())
-	p := u.start(t, fmt.Sprintf("-- sh -c 'touch \"started-%v\"; sleep 100000'", s))
-	eventually(ctx, t, "the command's start", func() bool {
-		select {
-		case <-p.Done():
-			t.Fatalf("the lab has ended: %s", p.LogTail())
-		default:
-		}
-		return exists(started)
-	})
+	p := u.start(t, fmt.Sprintf("run -- sh -c 'touch \"started-%v\"; sleep 100000'", s))
+	eventually(ctx, t, "the command's start", func() bool { return running(t, p) && exists(started) })
 	if len(u.traces(t)) < 4 {
 		t.Errorf("two VMs and two daemons run, but there is only %q", u.traces(t))
 	}
@@ -235,7 +249,8 @@ func (u *labUser) traces(t *testing.T) (found []string) {
 	}
 	// A lab is the first process of its own PID namespace, so its names would end like this.
 	found = append(found, lines("namespace", "ip netns list | cut -d' ' -f1 | grep -E -e '-1-[0-9]+$' || true")...)
-	for _, pattern := range []string{"/tmp/vnicd-lab-*", "/run/vnicd-*", "/tmp/vnicd-module-*"} {
+	for _, pattern := range []string{"/tmp/vnicd-lab-*", "/run/vnicd-*", "/tmp/vnicd-module-*", "/tmp/vnicd-labs-*",
+		"/run/user/*/vnicd-lab", os.Getenv("XDG_RUNTIME_DIR") + "/vnicd-lab"} {
 		for _, path := range must[[]string](t)(filepath.Glob(pattern)) {
 			if info, err := os.Stat(path); err == nil && int(info.Sys().(*syscall.Stat_t).Uid) == u.uid {
 				found = append(found, path)

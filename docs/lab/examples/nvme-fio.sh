@@ -1,5 +1,5 @@
 #!/bin/sh
-# NVMe over RDMA: vm2 exports a RAM disk of 64 MiB, and fio on vm1 writes to it and verifies what it reads back.
+# NVMe over RDMA: vm2 exports a RAM disk, and fio on vm1 writes to it and verifies what it reads back.
 #
 #     vnicd lab run -- sh nvme-fio.sh
 #

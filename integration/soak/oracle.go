@@ -119,7 +119,7 @@ func (p *pair) connect(ctx context.Context) error {
 			return err
 		}
 		if e.qp, err = e.pd.CreateQP(ctx, guestdrv.QPConfig{Type: guestdrv.QPTypeRC, SendCQ: e.cq, RecvCQ: e.cq,
-			MaxSendWR: 16, MaxRecvWR: 16}); err != nil {
+			MaxSendWR: streamWindow, MaxRecvWR: 16}); err != nil {
 			return err
 		}
 	}

@@ -367,6 +367,24 @@ func testFlood(t *testing.T, f *fabric) {
 	})
 }
 
+// A session is mute if nothing is sent in it although there is something to send.
+func TestMute(t *testing.T) {
+	begun := time.Unix(1000, 0)
+	d := doubt{since: begun, sent: 7}
+	for _, x := range []struct {
+		after            time.Duration
+		sent, advertised uint64
+		over, mute       bool
+	}{
+		{muteTime - 1, 7, 3, false, false}, {muteTime, 7, 3, true, true}, {muteTime, 7, 0, true, false},
+		{time.Second, 8, 3, true, false}, {time.Minute, 8, 3, true, false}, {time.Second, 7, 0, false, false},
+	} {
+		if over, mute := d.judge(begun.Add(x.after), x.sent, x.advertised); over != x.over || mute != x.mute {
+			t.Errorf("%+v: over %t, mute %t", x, over, mute)
+		}
+	}
+}
+
 // Routes that can never be best (here: their path has this AS) are kept by gobgp, and count towards the limit.
 func TestFloodUnseen(t *testing.T) {
 	f := newFabric(t)

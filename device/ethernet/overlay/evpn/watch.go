@@ -18,7 +18,10 @@ import (
 //     (RFC 4271 section 6.8), and no timer ends that. A session whose OPEN or KEEPALIVE has not arrived after
 //     handshakeTime is restarted;
 //   - gobgp first sends a neighbour all routes, and only then starts to send changes: changes in between would be
-//     lost. So each new session gets all routes once more.
+//     lost. So each new session gets all routes once more;
+//   - what ends the goroutine that sends for a session may be left in its queue, and then ends that of the next
+//     session: nothing is sent in it, until the neighbour's hold time ends it (gobgp 4.8). So a session in which none
+//     of these routes is sent within muteTime is restarted, with a new queue.
 //
 // A check counts all routes. Without events it is done only every watchQuiet: routes that can never be best, such as
 // those whose path has this AS, are kept and count, but cause no event.
@@ -26,7 +29,25 @@ const (
 	watchEvery    = time.Second
 	watchQuiet    = 3 * time.Second
 	handshakeTime = 10 * time.Second
+	muteTime      = 5 * time.Second
 )
+
+// doubt is a session that was told all routes, of which nothing has been seen to be sent yet.
+type doubt struct {
+	since time.Time
+	sent  uint64 // messages before
+}
+
+// judge reports whether the session is not in doubt any more, and whether it is mute. Without routes to send none is.
+func (d doubt) judge(now time.Time, sent, advertised uint64) (over, mute bool) {
+	switch {
+	case sent > d.sent:
+		return true, false
+	case now.Sub(d.since) < muteTime:
+		return false, false
+	}
+	return true, advertised > 0
+}
 
 // absent has the neighbours that are kept away, with the end of that time.
 type absent struct {
@@ -63,19 +84,22 @@ func (b *session) watchNeighbours(ctx context.Context) {
 	defer tick.Stop()
 	greeting := map[netip.Addr]time.Time{} // start of sessions that are connected, but without a KEEPALIVE yet
 	told := map[netip.Addr]time.Time{}     // start of the session that got all routes once more
+	doubts := map[netip.Addr]doubt{}
+	fresh := map[netip.Addr]bool{} // their queue has no past: if nothing is sent, it is the neighbour that does not read
 	for quiet := time.Duration(0); ; {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 		}
-		if quiet += watchEvery; !b.stirred.Swap(false) && len(greeting) == 0 && !b.away.any() && quiet < watchQuiet {
+		if quiet += watchEvery; !b.stirred.Swap(false) && len(greeting)+len(doubts) == 0 && !b.away.any() &&
+			quiet < watchQuiet {
 			continue
 		}
 		quiet = 0
 		now := b.cfg.Clock()
 		peers := map[netip.Addr]*api.Peer{}
-		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{}, func(p *api.Peer) {
+		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{EnableAdvertised: len(doubts) > 0}, func(p *api.Peer) {
 			if a, err := netip.ParseAddr(p.GetState().GetNeighborAddress()); err == nil {
 				peers[a] = p
 			}
@@ -86,6 +110,8 @@ func (b *session) watchNeighbours(ctx context.Context) {
 			state, begun := p.GetState().GetSessionState(), p.GetTimers().GetState().GetUptime().AsTime()
 			since, greets := greeting[n.Address]
 			delete(greeting, n.Address)
+			doubted, doubtful := doubts[n.Address]
+			delete(doubts, n.Address)
 			switch until, away := b.away.get(n.Address); {
 			case away && now.Before(until):
 			case away:
@@ -99,9 +125,22 @@ func (b *session) watchNeighbours(ctx context.Context) {
 				b.remove(ctx, n)
 			case state == api.PeerState_SESSION_STATE_ESTABLISHED && told[n.Address] != begun:
 				told[n.Address] = begun
+				if !fresh[n.Address] {
+					doubts[n.Address] = doubt{now, sent(p)}
+				}
+				delete(fresh, n.Address)
 				// It cannot fail: the neighbour is configured.
 				_ = b.srv.ResetPeer(ctx, &api.ResetPeerRequest{Address: n.Address.String(), Soft: true,
 					Direction: api.ResetPeerRequest_DIRECTION_OUT})
+			case state == api.PeerState_SESSION_STATE_ESTABLISHED && doubtful:
+				switch over, mute := doubted.judge(now, sent(p), advertised(p)); {
+				case !over:
+					doubts[n.Address] = doubted
+				case mute:
+					b.remove(ctx, n)
+					b.again(ctx, n, "BGP session restarted: nothing was sent in it")
+					fresh[n.Address] = true
+				}
 			case state != api.PeerState_SESSION_STATE_OPENSENT && state != api.PeerState_SESSION_STATE_OPENCONFIRM:
 			case !greets:
 				greeting[n.Address] = now
@@ -133,6 +172,17 @@ func (b *session) remove(ctx context.Context, n *Neighbour) {
 }
 
 func (n *Neighbour) limit() int { return cmp.Or(n.MaxRoutes, DefaultMaxRoutes) }
+
+// sent returns the number of messages that a neighbour was sent, in all sessions.
+func sent(p *api.Peer) uint64 { return p.GetState().GetMessages().GetSent().GetTotal() }
+
+// advertised returns the number of routes that a neighbour should have, if ListPeer was asked for it.
+func advertised(p *api.Peer) (n uint64) {
+	for _, f := range p.GetAfiSafis() {
+		n += f.GetState().GetAdvertised()
+	}
+	return n
+}
 
 // received returns the number of a neighbour's routes that gobgp keeps.
 func received(p *api.Peer) (n uint64) {

@@ -382,6 +382,10 @@ func TestMute(t *testing.T) {
 		if over, mute := d.judge(begun.Add(x.after), x.sent, x.advertised); over != x.over || mute != x.mute {
 			t.Errorf("%+v: over %t, mute %t", x, over, mute)
 		}
+		// What is advertised is known only if it has been asked for.
+		if due := due(map[netip.Addr]doubt{{}: d}, begun.Add(x.after)); x.mute && !due {
+			t.Errorf("%+v: not asked what is advertised", x)
+		}
 	}
 }
 

@@ -49,6 +49,16 @@ func (d doubt) judge(now time.Time, sent, advertised uint64) (over, mute bool) {
 	return true, advertised > 0
 }
 
+// due reports whether a doubt is old enough to be judged, for which what is advertised must be counted.
+func due(doubts map[netip.Addr]doubt, now time.Time) bool {
+	for _, d := range doubts {
+		if now.Sub(d.since) >= muteTime {
+			return true
+		}
+	}
+	return false
+}
+
 // absent has the neighbours that are kept away, with the end of that time.
 type absent struct {
 	mu    sync.Mutex
@@ -99,7 +109,7 @@ func (b *session) watchNeighbours(ctx context.Context) {
 		quiet = 0
 		now := b.cfg.Clock()
 		peers := map[netip.Addr]*api.Peer{}
-		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{EnableAdvertised: len(doubts) > 0}, func(p *api.Peer) {
+		_ = b.srv.ListPeer(ctx, &api.ListPeerRequest{EnableAdvertised: due(doubts, now)}, func(p *api.Peer) {
 			if a, err := netip.ParseAddr(p.GetState().GetNeighborAddress()); err == nil {
 				peers[a] = p
 			}

@@ -1,8 +1,10 @@
 package cluster
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"io/fs"
 	"net"
 	"os"
@@ -182,6 +184,30 @@ func TestDoor(t *testing.T) {
 	<-done
 	if list, err := List(); len(list) != 0 || err != nil {
 		t.Errorf("%+v, %v", list, err)
+	}
+}
+
+// TestDirectoryRemoved: a lab whose directory is removed with its user's login ends, as nobody could end it.
+func TestDirectoryRemoved(t *testing.T) {
+	parent := labsDir(t)
+	d, ended := rig(t, "a")
+	d.results = io.Discard
+	defer func() { _ = d.place.Close() }()
+	ctx, cancel := context.WithCancel(t.Context())
+	attended := make(chan error, 1)
+	go func() { attended <- d.attend(ctx, &cluster{}) }()
+	if list, err := List(); err != nil || len(list) != 1 {
+		t.Errorf("%+v, %v", list, err)
+	}
+	if err := os.RemoveAll(parent); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err != errPlace {
+		t.Errorf("ended with %v, want %v", err, errPlace)
+	}
+	cancel()
+	if err := <-attended; err != context.Canceled {
+		t.Error(err)
 	}
 }
 

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"encoding/json"
 	"io"
 	"net"
 	"os"
@@ -94,6 +95,29 @@ func TestCompletionOfDaemon(t *testing.T) {
 	}
 }
 
+// servedLab answers those who ask for the state of a lab that has been claimed.
+func servedLab(t *testing.T, name string, vms ...string) {
+	t.Helper()
+	l, err := net.Listen("unix", filepath.Join(os.Getenv("XDG_RUNTIME_DIR"), "vnicd-lab", name, "socket"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			var request json.RawMessage
+			_, _ = io.ReadFull(c, make([]byte, 1))
+			_ = json.NewDecoder(c).Decode(&request)
+			_ = json.NewEncoder(c).Encode(cluster.State{State: "up", VMs: vms})
+			_ = c.Close()
+		}
+	}()
+}
+
 // Without a daemon the names are those of the configuration. With a mistake in that there are none.
 func TestCompletion(t *testing.T) {
 	path := completionFile(t, completionConfig)
@@ -106,6 +130,7 @@ func TestCompletion(t *testing.T) {
 		}
 		defer p.Close()
 	}
+	servedLab(t, "lab2", "vm1", "vm2", "vm3")
 	list := []completionCase{
 		{"status ", "app one two"}, {"status one ", ""}, {"status -j ", "app one two"},
 		{"qemu-args ", "one two"}, {"qemu-args --lines ", "one two"}, {"qemu-args --memory ", ""},
@@ -143,9 +168,11 @@ func TestCompletion(t *testing.T) {
 		{"run --log-level ", "trace debug info warn error"}, {"--config ", "FILES"}, {"status --control ", "FILES"},
 		{"check ", ""}, {"upgrade --unit ", ""}, {"lab run -- ", "FILES"}, {"lab run -- x ", "FILES"},
 		{"lab run --logs ", "DIRECTORIES"}, {"lab shell --kernel ", strings.Join(cluster.Kernels(), " ")}, {"lab shell ", ""},
-		{"lab run --packages ", ""}, {"lab exec -- ", "FILES"}, {"lab exec --vm ", ""}, {"lab exec --name ", "lab1 lab2"},
-		{"lab shell --name ", "lab1 lab2"}, {"lab down ", "lab1 lab2"}, {"lab down lab1 ", ""}, {"lab list ", ""},
-		{"lab up ", ""}, {"lab up --logs ", "DIRECTORIES"},
+		{"lab run --packages ", ""}, {"lab exec -- ", "FILES"}, {"lab exec --vm ", ""},
+		{"lab exec --name lab2 --vm ", "vm1 vm2 vm3"}, {"lab shell --name lab1 --vm ", ""},
+		{"lab exec --name ", "lab1 lab2"}, {"lab shell --name ", "lab1 lab2"},
+		{"lab down ", "lab1 lab2"}, {"lab down lab1 ", ""}, {"lab list ", ""}, {"lab up ", ""},
+		{"lab up --logs ", "DIRECTORIES"},
 	}
 	checkCompletion(t, path, list)
 

@@ -157,7 +157,18 @@ func addLabName(c *cobra.Command, name *string, usage string) {
 
 func addLabVM(c *cobra.Command, vm *string) {
 	c.Flags().StringVar(vm, "vm", "", "`name` of the VM (default vm1)")
-	_ = c.RegisterFlagCompletionFunc("vm", nothing)
+	_ = c.RegisterFlagCompletionFunc("vm", labVMs)
+}
+
+// labVMs completes names of VMs, of the lab that --name or nothing chooses.
+var labVMs completer = func(c *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	list, _ := cluster.List()
+	for _, s := range list {
+		if s.Name == c.Flag("name").Value.String() {
+			return s.VMs, cobra.ShellCompDirectiveNoFileComp
+		}
+	}
+	return nil, cobra.ShellCompDirectiveNoFileComp
 }
 
 // labNames completes names of labs.

@@ -9,7 +9,7 @@ set -e
 for type in 'verbs -e msg' 'verbs;ofi_rxm -e rdm'; do
 	provider=${type%% *} endpoint=${type##* }
 	ssh vm2 "fi_pingpong -p '$provider' -e $endpoint -I 20 -S 4096" &
-	until ssh vm2 'ss -ltnH | grep -q :47592'; do sleep 0.2; done
+	ssh vm2 "timeout 60 sh -c 'until ss -ltnH | grep -q :47592; do sleep 0.2; done'"
 	fi_pingpong -p "$provider" -e "$endpoint" -I 20 -S 4096 vm2
 	wait $!
 done

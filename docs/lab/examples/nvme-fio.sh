@@ -25,7 +25,7 @@ modprobe nvme-rdma
 nvme connect -t rdma -a "${VNICD_LAB_ADDRESSES#*,}" -s 4420 -n disk -i 2 \
 	--hostid=6b9a2f80-0000-4000-8000-000000000001 \
 	--hostnqn=nqn.2014-08.org.nvmexpress:uuid:6b9a2f80-0000-4000-8000-000000000001
-until [ -b /dev/nvme0n1 ]; do sleep 0.1; done
+timeout 60 sh -c 'until [ -b /dev/nvme0n1 ]; do sleep 0.1; done'
 fio --name=example --filename=/dev/nvme0n1 --size=4m --direct=1 --rw=randwrite --bs=4k --iodepth=8 --ioengine=libaio \
 	--verify=crc32c
 nvme disconnect -n disk

@@ -10,7 +10,7 @@ vnicd lab up --name example
 trap 'vnicd lab down example' EXIT
 for client in 1 2 3; do
 	vnicd lab exec --name example --vm vm2 -- ib_write_bw -n 100 &
-	until vnicd lab exec --name example --vm vm2 -- sh -c 'ss -ltnH | grep -q :18515'; do sleep 0.2; done
+	vnicd lab exec --name example --vm vm2 -- timeout 60 sh -c 'until ss -ltnH | grep -q :18515; do sleep 0.2; done'
 	vnicd lab exec --name example --vm vm1 -- ib_write_bw -n 100 vm2
 	wait $!
 done

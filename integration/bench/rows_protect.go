@@ -75,21 +75,15 @@ func protectedBy(i int, keyFile string, peer wgtypes.Key) string {
 
 // underlayStream prepares a stream of WRITEs of 64 KiB between two hosts with that configuration of the underlay.
 func (b *Bench) underlayStream(ctx context.Context, underlay func(*lab.Host, int) (string, error)) (sampler, error) {
-	const size = 64 << 10
 	hosts, nodes, err := b.remoteWith(ctx, 1500, 32<<20, underlay)
 	if err != nil {
 		return nil, err
 	}
-	s, err := newCheckedStream(nodes[0], nodes[1], size, 16, signalled)
+	s, err := newCheckedStream(nodes[0], nodes[1], 64<<10, 16, signalled)
 	if err != nil {
 		return nil, err
 	}
-	return func(ctx context.Context, d time.Duration) (Sample, error) {
-		return costing(hosts, "KiB", func() (Sample, float64, error) {
-			rate, err := s.sample(ctx, d)
-			return Sample{Value: rate * size * 8 / giga}, s.moved(), err
-		})
-	}, nil
+	return func(ctx context.Context, d time.Duration) (Sample, error) { return s.gigabits(ctx, hosts, d) }, nil
 }
 
 // withinGuest measures a row of this program with the daemon in a VM, where both are built for that.

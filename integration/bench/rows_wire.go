@@ -112,12 +112,7 @@ func wireWithoutOffloads(ctx context.Context, b *Bench) (m Meter, err error) {
 		return s, err
 	}
 	m.Ours = func(ctx context.Context, d time.Duration) (Sample, error) {
-		return watched("frame, B", func() (Sample, error) {
-			return costing(hosts, "KiB", func() (Sample, float64, error) {
-				rate, err := s.sample(ctx, d)
-				return Sample{Value: rate * size * 8 / giga}, s.moved(), err
-			})
-		})
+		return watched("frame, B", func() (Sample, error) { return s.gigabits(ctx, hosts, d) })
 	}
 	m.Anchor = func(ctx context.Context, d time.Duration) (Sample, error) {
 		return watched("anchor, frame, B", func() (Sample, error) {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
+	"github.com/vnicd/vnicd/lab"
 )
 
 // checkedStream is a stream of WRITEs whose data is compared after each sample. Message i goes from slot i to slot i of
@@ -48,6 +49,14 @@ func (s *checkedStream) sample(ctx context.Context, d time.Duration) (float64, e
 		return 0, err
 	}
 	return rate, s.compare()
+}
+
+// gigabits is sample in Gbit/s, with the processor time of the daemons of hosts for each KiB.
+func (s *checkedStream) gigabits(ctx context.Context, hosts []*lab.Host, d time.Duration) (Sample, error) {
+	return costing(hosts, "KiB", func() (Sample, float64, error) {
+		rate, err := s.sample(ctx, d)
+		return Sample{Value: rate * float64(s.size) * 8 / giga}, s.moved(), err
+	})
 }
 
 // prepare gives the next messages other data than before.

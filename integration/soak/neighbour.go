@@ -77,12 +77,12 @@ func (s *stage) neighbour(ctx context.Context, seed uint64) error {
 		}
 	}
 	fmt.Printf("%-20s %14s %12s %12s %10s %10s   medians of %d rounds\n", "beside a VM that is", "64 KiB WRITE/s",
-		"8 B p50", "8 B p99.9", "of honest", "of loaded", neighbourRounds)
-	ofHonest, ofLoaded := median(conditions[1].rate), median(conditions[2].rate)
+		"8 B p50", "8 B p99.9", "of honest", "of load", neighbourRounds)
+	ofHonest, ofLoad := median(conditions[1].rate), median(conditions[2].rate)
 	for _, c := range conditions {
 		rate := median(c.rate)
 		fmt.Printf("%-20s %14.0f %12v %12v %10.2f %10.2f\n", c.name, rate, median(c.p50).Round(100),
-			median(c.p999).Round(100), rate/ofHonest, rate/ofLoaded)
+			median(c.p999).Round(100), rate/ofHonest, rate/ofLoad)
 	}
 	return nil
 }

@@ -95,7 +95,8 @@ func Up(ctx context.Context, s *Spec, p *Place, args []string, log io.Writer) er
 }
 
 // Exec runs a command in a cluster that stays, with the descriptors in, out and errOut, and returns its exit status. It
-// begins in this process's current directory if that is mounted in the VMs. If ctx ends, so does the command.
+// begins in this process's current directory if that is mounted in the VMs. If ctx ends, so does the command. In the
+// background of a terminal it has no input.
 func Exec(ctx context.Context, name string, cmd *Command, in, out, errOut *os.File) (int, error) {
 	if err := cmd.Validate(); err != nil {
 		return 0, err
@@ -116,6 +117,12 @@ func Exec(ctx context.Context, name string, cmd *Command, in, out, errOut *os.Fi
 	}
 	if err != nil {
 		return 0, err
+	}
+	if background(in) {
+		if in, err = os.Open(os.DevNull); err != nil {
+			return 0, err
+		}
+		defer in.Close()
 	}
 	defer keepTerminal(in)()
 	if err := send(conn, &request{Job: cmd, Dir: dir}, in, out, errOut); err != nil {
@@ -148,6 +155,14 @@ func Exec(ctx context.Context, name string, cmd *Command, in, out, errOut *os.Fi
 			return 0, ErrInterrupted
 		}
 	}
+}
+
+// background reports whether f is this session's terminal, and this process in its background. The kernel stops such a
+// process when it reads, but not the ssh of a job, which belongs to no session of this terminal: it would take what is
+// typed for others. And whoever changes the terminal's settings is stopped.
+func background(f *os.File) bool {
+	foreground, err := unix.IoctlGetInt(int(f.Fd()), unix.TIOCGPGRP)
+	return err == nil && foreground != unix.Getpgrp()
 }
 
 // keepTerminal returns a function that restores the settings of a terminal, which a killed ssh leaves changed.

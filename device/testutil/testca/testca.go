@@ -19,6 +19,8 @@ import (
 type CA struct {
 	// Cert is its certificate in PEM.
 	Cert []byte
+	// Life is for how long the certificates that it issues are valid.
+	Life time.Duration
 
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
@@ -32,7 +34,7 @@ func New(t testing.TB) *CA {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &CA{key: key}
+	c := &CA{key: key, Life: time.Hour}
 	now := time.Now()
 	c.cert = &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test CA"},
 		NotBefore: now.Add(-time.Hour), NotAfter: now.Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
@@ -55,7 +57,7 @@ func (c *CA) Issue(t testing.TB, names ...string) Pair {
 	c.last++
 	now := time.Now()
 	x := &x509.Certificate{SerialNumber: big.NewInt(c.last), Subject: pkix.Name{CommonName: "test"},
-		NotBefore: now.Add(-time.Hour), NotAfter: now.Add(time.Hour), KeyUsage: x509.KeyUsageDigitalSignature,
+		NotBefore: now.Add(-time.Hour), NotAfter: now.Add(c.Life), KeyUsage: x509.KeyUsageDigitalSignature,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
 	for _, n := range names {
 		if ip := net.ParseIP(n); ip != nil {

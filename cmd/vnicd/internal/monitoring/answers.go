@@ -56,9 +56,10 @@ type kind struct {
 }
 
 // newAnswers returns what answers on slots of the given kinds.
-func newAnswers(slots []query.Kind, src Source, s *sampler, log hclog.Logger) *answers {
-	a := &answers{kinds: map[query.Kind]*kind{}, metrics: registry(src.Status), health: src.Healthy, sampler: s,
-		log: loglimit.New(log), readTime: query.ReadTime, slots: slots}
+func newAnswers(slots []query.Kind, src Source, s *sampler, certificateEnd func() *time.Time,
+	log hclog.Logger) *answers {
+	a := &answers{kinds: map[query.Kind]*kind{}, metrics: registry(src.Status, certificateEnd), health: src.Healthy,
+		sampler: s, log: loglimit.New(log), readTime: query.ReadTime, slots: slots}
 	of := map[query.Kind]func(context.Context, *query.Query, *query.Writer) error{
 		query.Metrics: a.writeMetrics, query.Health: a.writeHealth, query.Overview: a.writeOverview,
 		query.Profile: a.writeProfile,

@@ -108,7 +108,7 @@ func newStand(t *testing.T, page, profiles bool, src Source) *answers {
 	if page {
 		s = &sampler{last: &view{status: src.Status()}}
 	}
-	a := newAnswers(query.Slots(page, profiles), src, s, hclog.NewNullLogger())
+	a := newAnswers(query.Slots(page, profiles), src, s, (*ruleFile)(nil).certificateEnd, hclog.NewNullLogger())
 	t.Cleanup(a.running.Wait)
 	return a
 }

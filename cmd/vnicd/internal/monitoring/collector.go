@@ -18,8 +18,9 @@ import (
 
 // collector makes metrics from a status, one snapshot per scrape.
 type collector struct {
-	status func() *daemon.Status
-	faults *faultTimes
+	status         func() *daemon.Status
+	certificateEnd func() *time.Time
+	faults         *faultTimes
 }
 
 // Describe implements prometheus.Collector.
@@ -38,6 +39,9 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 	e.allFaults(c.faults)
 	e.put(buildInfo, 1, s.Version)
 	e.put(uptime, s.Uptime)
+	if at := c.certificateEnd(); at != nil {
+		e.put(certificateEnd, float64(at.Unix()))
+	}
 	e.put(continued, float64(s.Continued.HCAs))
 	e.put(silence, s.Continued.Silence)
 	e.put(revived, float64(s.Continued.Revived))

@@ -49,6 +49,8 @@ func gauge(name, help string, labels ...string) metric {
 var (
 	allFaultTime = family(prometheus.UntypedValue, "fault_duration_seconds",
 		"Time from a page fault's raising to its answer, of all VMs, by the level that answers: guest or host.", "level")
+	certificateEnd = gauge("monitoring_certificate_not_after_timestamp_seconds",
+		"When the certificate with which this server speaks TLS, or one that it sends with it, expires.")
 	buildInfo    = gauge("build_info", "Always 1; label: version.", "version")
 	uptime       = gauge("uptime_seconds", "Time since the daemon's start.")
 	continued    = gauge("continued_hcas", "HCAs of running VMs that go on where the previous daemon stopped them.")

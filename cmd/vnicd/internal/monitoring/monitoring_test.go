@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/hashicorp/go-hclog"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"go.uber.org/goleak"
 
@@ -178,7 +179,7 @@ func TestEveryNumberIsExported(t *testing.T) {
 	}
 	want := map[string]float64{}
 	numbers(tree, "", want)
-	fams, err := registry(func() *daemon.Status { return s }).Gather()
+	fams, err := registryOf(s).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,9 +211,15 @@ func TestEveryNumberIsExported(t *testing.T) {
 	}
 }
 
+// registryOf has the metrics of a status and, beside them, of a certificate.
+func registryOf(s *daemon.Status) *prometheus.Registry {
+	at := time.Unix(1234567890, 0)
+	return registry(func() *daemon.Status { return s }, func() *time.Time { return &at })
+}
+
 func TestNames(t *testing.T) {
 	s := filled()
-	r := registry(func() *daemon.Status { return s })
+	r := registryOf(s)
 	problems, err := testutil.GatherAndLint(r)
 	if err != nil {
 		t.Fatal(err)
@@ -239,7 +246,7 @@ func TestNames(t *testing.T) {
 func TestBusy(t *testing.T) {
 	s := filled()
 	s.VMs[0].HCA.Busy = true
-	fams, err := registry(func() *daemon.Status { return s }).Gather()
+	fams, err := registryOf(s).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}

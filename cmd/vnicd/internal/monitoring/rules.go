@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -30,8 +31,9 @@ type ruleFile struct {
 	log          hclog.Logger
 
 	inForce *access.Rules
-	last    look   // the previous one
-	told    string // the mistake that the log has; "": none
+	expires atomic.Pointer[time.Time] // a certificate of inForce, the first one; nil: there is none
+	last    look                      // the previous one
+	told    string                    // the mistake that the log has; "": none
 
 	stop    chan struct{}
 	running sync.WaitGroup
@@ -118,20 +120,26 @@ func (f *ruleFile) apply(r *access.Rules) error {
 		return err
 	}
 	f.inForce = r
+	if at, ok := r.Expires(); ok {
+		f.expires.Store(&at)
+		if time.Now().After(at) {
+			f.log.Warn("the server's certificate, or one that it sends with it, has expired", "file", f.path, "end", at)
+		}
+	}
 	if r.TLS == nil {
 		if len(r.Users) > 0 && !localOnly(f.listen) {
 			f.log.Warn("without `tls_server_config` passwords cross the network in clear text", "listen", f.listen)
 		}
-		return nil
-	}
-	c, err := r.Config()
-	if err != nil {
-		return err
-	}
-	if cert := c.Certificates[0].Leaf; cert != nil && time.Now().After(cert.NotAfter) {
-		f.log.Warn("the server's certificate has expired", "file", f.path, "end", cert.NotAfter)
 	}
 	return nil
+}
+
+// certificateEnd returns when a certificate of the server expires, or nil. f may be nil.
+func (f *ruleFile) certificateEnd() *time.Time {
+	if f == nil {
+		return nil
+	}
+	return f.expires.Load()
 }
 
 // localOnly reports whether only this host's clients reach an address.

@@ -121,6 +121,17 @@ func (s *secured) serial() string {
 	return state.PeerCertificates[0].SerialNumber.String()
 }
 
+// checkEnd checks that the metrics have the end of the certificate that new connections get.
+func (s *secured) checkEnd() {
+	s.t.Helper()
+	_, text, state := s.get("https", "/metrics", "right")
+	want := fmt.Sprintf("\nvnicd_monitoring_certificate_not_after_timestamp_seconds %v\n",
+		float64(state.PeerCertificates[0].NotAfter.Unix()))
+	if !strings.Contains(text, want) {
+		s.t.Errorf("no %q in the metrics", want)
+	}
+}
+
 // TestSecured: the process without rights serves TLS and asks for passwords, on TCP and on a unix socket alike. Its
 // system calls are enough for that, and the next process does the same.
 func TestSecured(t *testing.T) {
@@ -170,8 +181,11 @@ func TestRenewal(t *testing.T) {
 		before := now
 		waitFor(t, what, func() bool { now = s.serial(); return now != before })
 	}
+	s.checkEnd()
+	s.ca.Life = 2 * time.Hour
 	s.renew()
 	renewed("the new certificate")
+	s.checkEnd()
 	if syscall.Kill(processOf(t, 0), syscall.SIGKILL) != nil {
 		t.Fatal("cannot kill it")
 	}

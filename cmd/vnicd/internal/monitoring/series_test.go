@@ -65,7 +65,7 @@ func fleet(vms int) *daemon.Status {
 // count returns how many series of the text format are of each VM, by the labels vm and port, and how many of none.
 func count(t *testing.T, status *daemon.Status) (vms map[string]int, others int) {
 	t.Helper()
-	fams, err := registry(func() *daemon.Status { return status }).Gather()
+	fams, err := registryOf(status).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -212,7 +212,8 @@ func BenchmarkScrape(b *testing.B) {
 	for name, protobuf := range map[string]bool{"text": false, "protobuf": true} {
 		b.Run(name, func(b *testing.B) {
 			s := fleet(1024)
-			a := newAnswers([]query.Kind{query.Metrics}, &busy{status: s}, nil, hclog.NewNullLogger())
+			a := newAnswers([]query.Kind{query.Metrics}, &busy{status: s}, nil, (*ruleFile)(nil).certificateEnd,
+				hclog.NewNullLogger())
 			sink := &sink{}
 			for b.Loop() {
 				w := query.NewWriter(sink, time.Minute)

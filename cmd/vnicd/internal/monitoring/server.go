@@ -77,7 +77,7 @@ func serve(cfg config.Monitoring, src Source, processes *worker.Spawner, kind st
 		s.sampler = startSampler(src)
 	}
 	kinds := query.Slots(cfg.Page, cfg.PProf)
-	s.answers = newAnswers(kinds, src, s.sampler, log)
+	s.answers = newAnswers(kinds, src, s.sampler, s.rules.certificateEnd, log)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.process = processes.Supervise(worker.Config{Kind: kind, Log: log, Files: s.files, Streams: len(kinds),
 		Serve: s.talk})
@@ -233,9 +233,9 @@ func webConfig(cfg config.Monitoring) web.Config {
 	return c
 }
 
-func registry(status func() *daemon.Status) *prometheus.Registry {
+func registry(status func() *daemon.Status, certificateEnd func() *time.Time) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(collector{status, &faultTimes{}}, collectors.NewGoCollector(),
+	r.MustRegister(collector{status, certificateEnd, &faultTimes{}}, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }

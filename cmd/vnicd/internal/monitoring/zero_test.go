@@ -20,7 +20,7 @@ import (
 // gather returns the metrics of vnicd for a status: for each family its series, by their labels in the order of names.
 func gather(t *testing.T, status *daemon.Status) map[string]map[string]*dto.Metric {
 	t.Helper()
-	fams, err := registry(func() *daemon.Status { return status }).Gather()
+	fams, err := registryOf(status).Gather()
 	if err != nil {
 		t.Fatal(err)
 	}

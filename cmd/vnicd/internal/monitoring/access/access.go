@@ -69,6 +69,24 @@ func (r *Rules) Config() (*tls.Config, error) {
 	return c, nil
 }
 
+// Expires returns when the first of the certificates that the server sends expires: its own and those that sign it. ok
+// is false without TLS.
+func (r *Rules) Expires() (first time.Time, ok bool) {
+	if r.TLS == nil {
+		return first, false
+	}
+	cert, err := tls.X509KeyPair(r.TLS.Cert, r.TLS.Key)
+	if err != nil {
+		return first, false
+	}
+	for _, der := range cert.Certificate {
+		if c, err := x509.ParseCertificate(der); err == nil && (!ok || c.NotAfter.Before(first)) {
+			first, ok = c.NotAfter, true
+		}
+	}
+	return first, ok
+}
+
 // checkSANs refuses clients without a certificate that has one of ClientSANs: exact DNS names, e-mail addresses, IP
 // addresses or URIs.
 func (t *TLS) checkSANs(s tls.ConnectionState) error {

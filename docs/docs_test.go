@@ -14,7 +14,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"unicode"
 	"unicode/utf8"
 )
 
@@ -127,19 +126,6 @@ func TestSecurityClaims(t *testing.T) {
 	}
 }
 
-// slug returns the anchor that a heading gets on the usual hosting platforms.
-func slug(heading string) string {
-	return strings.Map(func(r rune) rune {
-		switch {
-		case r == ' ':
-			return '-'
-		case r == '-' || r == '_' || unicode.IsLetter(r) || unicode.IsDigit(r):
-			return unicode.ToLower(r)
-		}
-		return -1
-	}, strings.NewReplacer("`", "").Replace(strings.TrimSpace(heading)))
-}
-
 // TestLinks checks that the relative links of all documents lead to files and headings that exist.
 func TestLinks(t *testing.T) {
 	fence := regexp.MustCompile("(?ms)^```.*?^```$")
@@ -150,7 +136,7 @@ func TestLinks(t *testing.T) {
 	for _, p := range pages {
 		anchors[p] = map[string]bool{}
 		for _, h := range heading.FindAllStringSubmatch(fence.ReplaceAllString(read(t, p), ""), -1) {
-			anchors[p][slug(h[1])] = true
+			anchors[p][Anchor(h[1])] = true
 		}
 	}
 	n := 0

@@ -12,7 +12,7 @@ TIME        ?= 1s
 APT_KEY     ?=
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint image module package guest-packages oci-image apt-tree release deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint site image module package guest-packages oci-image apt-tree release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -178,6 +178,10 @@ soak: build ## attack live daemons beside innocent programs that check every byt
 
 lint: deps ## gofmt, vet, staticcheck and the project's rules
 	@.ci/lint
+
+site: ## all documents as static pages: build/site/index.html (REPOSITORY=address of the files that are not part of it)
+	rm -rf $(BUILD)/site
+	$(GO) run ./docs/site -out $(BUILD)/site $(if $(REPOSITORY),-repository "$(REPOSITORY)")
 
 clean: ## remove build results (vm-images/build clean removes downloads and images)
 	rm -rf $(BUILD)

@@ -3,10 +3,8 @@ package integration
 import (
 	"context"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -73,9 +71,7 @@ exec script -qec 'bash -me block' /dev/null <>keys`))
 	if took > tutorialTime {
 		t.Errorf("the commands took %v, the tutorial promises %v", took, tutorialTime)
 	}
-	if out, err := exec.Command("pgrep", "-a", "-u", strconv.Itoa(somebodysID)).Output(); err == nil {
-		t.Errorf("the user's processes remain:\n%s", out)
-	}
+	u.nothingLeft(ctx, t)
 }
 
 // printed reports whether a line is in the output, blanks and measured figures aside.

@@ -36,7 +36,7 @@ var (
 	layoutText string
 	layout     = template.Must(template.New("page").Parse(layoutText))
 
-	// markdown leaves out raw HTML, of which check says where it is, and links such as javascript:.
+	// markdown leaves out raw HTML, which is an error (see comment), and links such as javascript:.
 	markdown = goldmark.New(goldmark.WithExtensions(extension.GFM))
 )
 

@@ -212,8 +212,8 @@ func tree(files ...string) fstest.MapFS {
 func TestPage(t *testing.T) {
 	files, err := siteOf(tree(
 		"README.md", "# A\n[1](docs/attach.md#b-c_d-e-1) [2](cmd) [3](cmd/main.go#L3) [4](docs) [5](#a) [6](./)\n"+
-			"[7](javascript:alert(1)) <https://example.com/>",
-		"docs/attach.md", "# T\n## B, `c_d`: *e*\n## B c_d e\n[1](../README.md) ![2](i.svg) [3](x/y.yml) [4](../cmd#c)\n"+
+			"[7](javascript:alert(1)) <https://example.com/> [8](//example.com/y)",
+		"docs/attach.md", "# T\n## B, `c_d`: *e*\n## B c_d e\n[1](../README.md) ![2](./i.svg) [3](x/y.yml) [4](../cmd#c)\n"+
 			"<!-- c -->\n\n[5](../cmd/README.md) ![6](../j.png)\n\n|a|\n|-|\n|b|\n",
 		"docs/i.svg", "i", "docs/x/y.yml", "y", "docs/other.yml", "z", "j.png", "j",
 		"cmd/README.md", "# C", "cmd/main.go", "", ".github/x.md", "<b>", "build/x.md", "<b>"))
@@ -228,7 +228,8 @@ func TestPage(t *testing.T) {
 	for name, parts := range map[string][]string{
 		"index.html": {`<a href="docs/attach.html#b-c_d-e-1">1`, `<a href="cmd/index.html">2`,
 			`<a href="` + base + `cmd/main.go#L3">3`, `<a href="` + base + `docs">4`, `<a href="#a">5`,
-			`<a href="index.html">6`, `<a href="">7`, `<a href="https://example.com/">`, `<title>A</title>`},
+			`<a href="index.html">6`, `<a href="">7`, `<a href="https://example.com/">`,
+			`<a href="//example.com/y">8`, `<title>A</title>`},
 		"docs/attach.html": {`<h2 id="b-c_d-e">`, `<h2 id="b-c_d-e-1">`, `<a href="#b-c_d-e">B, c_d: e</a>`,
 			`<a href="../index.html">1`, `<img src="i.svg"`, `<a href="x/y.yml">3`, `<a href="../cmd/index.html#c">4`,
 			`<a href="../cmd/index.html">5`, `<img src="../j.png"`, `<td>b</td>`, `href="../style.css"`},

@@ -90,6 +90,11 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testTimeout())
 	t.Cleanup(cancel)
+	// A test that ends itself tells more than one that `go test -timeout` ends.
+	if end, ok := t.Deadline(); ok {
+		ctx, cancel = context.WithDeadline(ctx, end.Add(-2*time.Minute))
+		t.Cleanup(cancel)
+	}
 	l, err := lab.New(ctx, os.Stderr, module)
 	if err != nil {
 		t.Fatal(err)

@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"strings"
 	"sync"
@@ -246,8 +247,8 @@ func (m *Machine) QMP() *qmp.Client { return m.qmp }
 // Done is closed when QEMU has ended.
 func (m *Machine) Done() <-chan struct{} { return m.done }
 
-// WaitReady waits until the guest has booted and runs commands. If the guest does not come up, the error has the end of
-// its console log.
+// WaitReady waits until the guest has booted and runs commands. If the guest does not come up, the error says where its
+// processors are and has the end of its console log.
 func (m *Machine) WaitReady(ctx context.Context) error {
 	err := m.agent.ready(ctx)
 	if err == nil {
@@ -261,7 +262,33 @@ func (m *Machine) WaitReady(ctx context.Context) error {
 		}
 	}
 	text, _ := os.ReadFile(m.Console())
-	return fmt.Errorf("qemu: VM %s is not ready: %w; console: %s", m.cfg.Name, err, tail(string(text), 1500))
+	return fmt.Errorf("qemu: VM %s is not ready: %w; processors: %s; console: %s", m.cfg.Name, err, m.processors(),
+		tail(string(text), 1500))
+}
+
+// processors says where the guest's processors are: one that hangs is at the same place twice.
+func (m *Machine) processors() string {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	var seen []string
+	for i := range 2 {
+		time.Sleep(time.Duration(i) * 200 * time.Millisecond)
+		var registers string
+		err := m.qmp.Run(ctx, "human-monitor-command", map[string]string{"command-line": "info registers -a"}, &registers)
+		if err != nil {
+			return "not known: " + err.Error()
+		}
+		seen = append(seen, whereabouts(registers))
+	}
+	return strings.Join(seen, ", then ")
+}
+
+var whereabout = regexp.MustCompile(`CPU#\d+|[RE]IP=[0-9a-f]+|CPL=\d|HLT=1`)
+
+// whereabouts returns instruction pointer, privilege level and whether it is halted of each processor in QEMU's
+// description of the registers.
+func whereabouts(registers string) string {
+	return strings.Join(whereabout.FindAllString(registers, -1), " ")
 }
 
 // Exec runs a program in the guest and waits for it; an exit status other than 0 is in the result, not an error. If ctx

@@ -72,6 +72,10 @@ func fakeQEMU(mode string) {
 	}()
 	sc := bufio.NewScanner(conn)
 	for sc.Scan() {
+		if strings.Contains(sc.Text(), "info registers -a") {
+			fmt.Fprintf(conn, `{"return": %q}`+"\n", fakeRegisters)
+			continue
+		}
 		fmt.Fprintln(conn, `{"return": {}}`)
 		if strings.Contains(sc.Text(), "system_reset") {
 			events <- "RESET"
@@ -79,6 +83,11 @@ func fakeQEMU(mode string) {
 	}
 	select {} // the monitor has gone, the machine keeps running
 }
+
+// fakeRegisters are those of two processors, one in the kernel's idle loop and one that has not left the firmware.
+const fakeRegisters = "\r\nCPU#0\r\nRAX=0000000000000000 RBX=ffffffff82a0f940\r\n" +
+	"RIP=ffffffff81c3f2ab RFL=00000246 [---Z-P-] CPL=0 II=0 A20=1 SMM=0 HLT=1\r\n" +
+	"\r\nCPU#1\r\nEAX=00000000 EBX=00000000\r\nEIP=0000fff0 EFL=00000002 [-------] CPL=0 II=0 A20=1 SMM=0 HLT=0\r\n"
 
 // fakeAgent is the guest agent of one connection; what it makes happen goes to events.
 func fakeAgent(conn net.Conn, mode string, events chan<- string) {
@@ -96,6 +105,7 @@ func fakeAgent(conn net.Conn, mode string, events chan<- string) {
 			panic(err)
 		}
 		switch {
+		case mode == "hung":
 		case req.Execute == "guest-sync-delimited":
 			fmt.Fprintf(conn, "\xff{\"return\": 1, \"id\": %d}\n", req.ID)
 		case req.Execute == "guest-shutdown" && mode == "stubborn":
@@ -192,6 +202,25 @@ func TestShutdownOfStubbornGuest(t *testing.T) {
 	}
 	if err := syscall.Kill(m.PID(), 0); !errors.Is(err, syscall.ESRCH) {
 		t.Errorf("process %d still exists: %v", m.PID(), err)
+	}
+}
+
+// The error of a guest that does not come up says where it hangs.
+func TestHungGuest(t *testing.T) {
+	m, err := bootFake(t, "hung")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(m.Console(), []byte("Booting"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	defer cancel()
+	const at = "CPU#0 RIP=ffffffff81c3f2ab CPL=0 HLT=1 CPU#1 EIP=0000fff0 CPL=0"
+	err = m.WaitReady(ctx)
+	if want := "processors: " + at + ", then " + at + "; console: Booting"; err == nil ||
+		!errors.Is(err, context.DeadlineExceeded) || !strings.HasSuffix(err.Error(), want) {
+		t.Errorf("got %v, expected %q", err, want)
 	}
 }
 

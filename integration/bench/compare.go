@@ -89,6 +89,22 @@ type compareLine struct {
 	HeadRounds       []float64 `json:"head_rounds"`
 	BaseAnchorRounds []float64 `json:"base_anchor_rounds,omitempty"`
 	HeadAnchorRounds []float64 `json:"head_anchor_rounds,omitempty"`
+
+	States []stateLine `json:"states,omitempty"`
+}
+
+// stateLine compares the turns that had figures in one state of the cores.
+type stateLine struct {
+	State      string    `json:"state"`
+	Base       float64   `json:"base"`
+	Head       float64   `json:"head"`
+	Ratio      *float64  `json:"ratio,omitempty"`
+	Low        *float64  `json:"low,omitempty"`
+	High       *float64  `json:"high,omitempty"`
+	Confidence float64   `json:"confidence"`
+	Change     change    `json:"change"`
+	BaseRounds []float64 `json:"base_rounds"`
+	HeadRounds []float64 `json:"head_rounds"`
 }
 
 // onlyLine is the JSON of a row that one commit has.
@@ -130,6 +146,20 @@ func (c *comparer) add(t *turns) {
 	}
 	c.printf(compareFormat, t.row, t.unit, number(l.Base), number(l.Head), times(finite(r.Ratio)), span(r.interval),
 		r.Change, control)
+	for _, state := range []string{coresNear, coresFar} {
+		base, head := t.inState(state)
+		if len(base) == 0 {
+			continue
+		}
+		r := compareRounds(base, head, higherIsBetter(t.unit))
+		s := stateLine{
+			State: state, Base: median(base), Head: median(head), Ratio: finiteOnly(r.Ratio), Low: finiteOnly(r.Low),
+			High: finiteOnly(r.High), Confidence: r.Confidence, Change: r.Change, BaseRounds: base, HeadRounds: head,
+		}
+		c.printf(compareFormat, "  "+state, fmt.Sprintf("%d pairs", len(base)), number(s.Base), number(s.Head),
+			times(finite(r.Ratio)), span(r.interval), r.Change, "")
+		l.States = append(l.States, s)
+	}
 	c.json(l)
 }
 

@@ -136,6 +136,27 @@ func TestFindRow(t *testing.T) {
 	}
 }
 
+// A pair of turns counts for a state of the cores if both had figures in it.
+func TestPairsInState(t *testing.T) {
+	x := &turns{}
+	for _, near := range [][2]float64{{1, 2}, {3, 0}, {0, 4}, {0, 0}, {5, 6}} {
+		for i, to := range []*figures{&x.base, &x.head} {
+			extra := map[string]float64{lineFigure: 100}
+			if near[i] != 0 {
+				extra[coresNear] = near[i]
+			}
+			to.addStates(extra)
+		}
+	}
+	base, head := x.inState(coresNear)
+	if !slices.Equal(base, []float64{1, 5}) || !slices.Equal(head, []float64{2, 6}) {
+		t.Errorf("near: %v and %v", base, head)
+	}
+	if base, head := x.inState(coresFar); len(base)+len(head) != 0 {
+		t.Errorf("far: %v and %v", base, head)
+	}
+}
+
 // fakeBench is the benchmark program of a commit in TestCompare. It takes the flags, writes the row and those whose
 // names it begins, and then waits for its interruption, as a program does that measures more rows. %[1]s are the rows'
 // names, %[2]v is the figure.
@@ -159,10 +180,18 @@ func main() {
 	f, _ := os.Create(*json)
 	fmt.Fprintln(f, "{\"kernel\":\"k\"}")
 	for i, r := range rows {
-		if !strings.HasPrefix(r, *only) || *rounds != 1 {
+		if !strings.HasPrefix(r, *only) || *rounds != 1 && r != "tells" {
 			continue
 		}
-		if r == "broken" {
+		if r == "tells" {
+			// The base has rounds of both states, the head only near ones.
+			states := "\"cores near\":3"
+			if %[2]v == 10 {
+				states += ",\"cores far\":2"
+			}
+			fmt.Fprintf(f, "{\"row\":%%q,\"unit\":\"GB/s\",\"rounds\":[%%s9],\"extra\":{\"cache line, ns\":1,%%s}}\n", r,
+				strings.Repeat("7,", *rounds-1), states)
+		} else if r == "broken" {
 			fmt.Fprintln(f, "{\"row\":\"broken\",\"error\":\"it broke\"}")
 		} else {
 			fmt.Fprintf(f, "{\"row\":%%q,\"unit\":\"GB/s\",\"rounds\":[%%v],\"anchor_rounds\":[4]}\n", r, %[2]v+i)
@@ -201,24 +230,25 @@ func TestCompare(t *testing.T) {
 	write("Makefile", "build:\n\tmkdir -p build\n")
 	write(".gitignore", "/build/\n/order\n")
 	main := filepath.Join("integration", "bench", "main.go")
-	write(main, fmt.Sprintf(fakeBench, "alpha alpha_more old broken micro", 10))
+	write(main, fmt.Sprintf(fakeBench, "alpha alpha_more old broken tells micro", 10))
 	git("add", "-A")
 	git("commit", "-q", "-m", "one")
-	write(main, fmt.Sprintf(fakeBench, "alpha alpha_more new broken micro", 20))
+	write(main, fmt.Sprintf(fakeBench, "alpha alpha_more new broken tells micro", 20))
 	git("commit", "-q", "-a", "-m", "two")
 	write(filepath.Join("build", "compare", "base", "left-over"), "of an interrupted run that git does not know")
 
 	var out bytes.Buffer
 	o := options{rounds: 6, time: time.Millisecond, out: filepath.Join("build", "compare.jsonl")}
 	err := compare(context.Background(), o, "HEAD^", "HEAD", &out)
-	if err == nil || !strings.Contains(err.Error(), "1 of 3 rows") {
+	if err == nil || !strings.Contains(err.Error(), "1 of 4 rows") {
 		t.Fatalf("%v\n%s", err, out.String())
 	}
 	order, err := os.ReadFile("order")
 	if err != nil || !strings.HasPrefix(string(order), "10 20 20 10 10 20 20 10 10 20 20 10 ") {
 		t.Errorf("order of turns: %s, %v", order, err)
 	}
-	for _, want := range []string{"better", "2.00x", "only in base", "only in head", "FAILED: base: it broke"} {
+	for _, want := range []string{"better", "2.00x", "only in base", "only in head", "FAILED: base: it broke",
+		"  cores near           6 pairs "} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("no %q in\n%s", want, out.String())
 		}
@@ -244,11 +274,16 @@ func TestCompare(t *testing.T) {
 			*x.AnchorRatio != 1 || len(x.BaseRounds) != 6 || x.HeadRounds[5] != 20 || x.Confidence < 0.95) {
 			t.Errorf("%s", l)
 		}
+		// Not 9, of the turn with one round, which only showed that the row tells; its other turns have ten.
+		if x.Row == "tells" && (!slices.Equal(x.BaseRounds, slices.Repeat([]float64{7}, 6)) || len(x.States) != 1 ||
+			x.States[0].State != coresNear || x.States[0].Change != same || len(x.States[0].HeadRounds) != 6) {
+			t.Errorf("%s", l)
+		}
 		if x.Row == "old" && x.Only != "base" || x.Row == "new" && x.Only != "head" {
 			t.Errorf("%s", l)
 		}
 	}
-	if got := strings.Join(rows, " "); got != " alpha alpha_more broken old new" {
+	if got := strings.Join(rows, " "); got != " alpha alpha_more broken tells old new" {
 		t.Errorf("rows in the JSON: %s", got)
 	}
 	trees, err := exec.Command("git", "worktree", "list").Output()

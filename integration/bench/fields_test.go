@@ -26,6 +26,7 @@ var described = map[string]any{
 
 	"First line of a comparison":     compareHead{},
 	"A row that both commits have":   compareLine{},
+	"A state of the cores":           stateLine{},
 	"A row that only one commit has": onlyLine{},
 }
 

@@ -17,6 +17,13 @@ import (
 // far is the time of a line from which cores count as far from each other.
 const far = 250 * time.Nanosecond
 
+// What byDistance adds to a sample.
+const (
+	lineFigure = "cache line, ns"
+	coresNear  = "cores near"
+	coresFar   = "cores far"
+)
+
 // cacheLine is alone in its cache line, and in the one that is prefetched with it.
 type cacheLine struct {
 	_ [128]byte
@@ -95,11 +102,11 @@ func addDistance(s *Sample, before, after time.Duration) {
 	if s.Extra == nil {
 		s.Extra = map[string]float64{}
 	}
-	s.Extra["cache line, ns"] = float64(before+after) / 2
+	s.Extra[lineFigure] = float64(before+after) / 2
 	switch {
 	case before < far && after < far:
-		s.Extra["cores near"] = s.Value
+		s.Extra[coresNear] = s.Value
 	case before >= far && after >= far:
-		s.Extra["cores far"] = s.Value
+		s.Extra[coresFar] = s.Value
 	}
 }

@@ -26,8 +26,8 @@ func TestDistance(t *testing.T) {
 	}{{near, near, 7, 0}, {away, away, 0, 7}, {near, away, 0, 0}, {away, near, 0, 0}, {0, near, 0, 0}, {away, 0, 0, 0}} {
 		s := Sample{Value: 7}
 		addDistance(&s, tc.before, tc.after)
-		if s.Extra["cores near"] != tc.near || s.Extra["cores far"] != tc.far ||
-			s.Extra["cache line, ns"] != float64(tc.before+tc.after)/2 && tc.before != 0 && tc.after != 0 {
+		if s.Extra[coresNear] != tc.near || s.Extra[coresFar] != tc.far ||
+			s.Extra[lineFigure] != float64(tc.before+tc.after)/2 && tc.before != 0 && tc.after != 0 {
 			t.Errorf("%v, %v: %v", tc.before, tc.after, s.Extra)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,7 +19,8 @@ import (
 )
 
 // Two sides measure one row in turns, each with its own benchmark program: two commits, or two ways to build one. A
-// turn is one round in a process of its own. The order is base, head, head, base, and so on, so that neither side
+// turn is one round in a process of its own, or several short ones if the row's figure depends on how far apart the
+// cores are, which changes from one to the next. The order is base, head, head, base, and so on, so that neither side
 // always comes first and a drift of the machine meets both alike.
 
 // side is one of two programs that are compared.
@@ -134,7 +136,18 @@ func commonRows(ctx context.Context, sides [2]*side, selected string) (both []st
 }
 
 // figures are those of one side's turns.
-type figures struct{ ours, anchor []float64 }
+type figures struct {
+	ours, anchor []float64
+	// By coresNear and coresFar: the turns' figures in that state, NaN for a turn without; only of rows that tell.
+	states map[string][]float64
+}
+
+// A turn of a row that tells how far apart the cores are has this many rounds, each a part of the time of one and not
+// less than the shortest.
+const (
+	shortRounds   = 10
+	shortestRound = 50 * time.Millisecond
+)
 
 // turns are all turns of one row.
 type turns struct {
@@ -145,35 +158,68 @@ type turns struct {
 // takeTurns measures a row o.rounds times on each side.
 func takeTurns(ctx context.Context, sides [2]*side, row string, o options) (*turns, error) {
 	t := &turns{row: row}
-	for i := range 2 * o.rounds {
+	rounds, each := 1, o.time
+	for i := 0; i < 2*o.rounds; i++ {
 		which := (i + 1) / 2 % 2 // 0 1 1 0 0 1 1 0
-		l, err := sides[which].turn(ctx, row, o.time)
+		l, err := sides[which].turn(ctx, row, rounds, each)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", []string{"base", "head"}[which], err)
+		}
+		if _, tells := l.Extra[lineFigure]; tells && rounds == 1 {
+			rounds, each = shortRounds, max(o.time/shortRounds, shortestRound)
+			t, i = &turns{row: row}, -1
+			continue
 		}
 		if t.unit != "" && t.unit != l.Unit {
 			return nil, fmt.Errorf("one side measures %s, the other %s", t.unit, l.Unit)
 		}
 		t.unit = l.Unit
 		to := [2]*figures{&t.base, &t.head}[which]
-		to.ours = append(to.ours, l.Rounds[0])
+		to.ours = append(to.ours, median(l.Rounds))
 		if len(l.AnchorRounds) > 0 {
-			to.anchor = append(to.anchor, l.AnchorRounds[0])
+			to.anchor = append(to.anchor, median(l.AnchorRounds))
+		}
+		if rounds > 1 {
+			to.addStates(l.Extra)
 		}
 	}
 	return t, nil
 }
 
-// turn runs one round of a row in a process and returns its line. -only also selects the rows whose names begin with
-// this one's: the process is interrupted when our line is there.
-func (s *side) turn(ctx context.Context, row string, d time.Duration) (*line, error) {
+func (f *figures) addStates(extra map[string]float64) {
+	if f.states == nil {
+		f.states = map[string][]float64{}
+	}
+	for _, state := range []string{coresNear, coresFar} {
+		v, ok := extra[state]
+		if !ok {
+			v = math.NaN()
+		}
+		f.states[state] = append(f.states[state], v)
+	}
+}
+
+// inState returns the figures of the pairs of turns that both had one in a state of the cores.
+func (t *turns) inState(state string) (base, head []float64) {
+	b, h := t.base.states[state], t.head.states[state]
+	for i := range min(len(b), len(h)) {
+		if !math.IsNaN(b[i]) && !math.IsNaN(h[i]) {
+			base, head = append(base, b[i]), append(head, h[i])
+		}
+	}
+	return base, head
+}
+
+// turn runs rounds of a row in a process, each of duration d, and returns its line. -only also selects the rows whose
+// names begin with this one's: the process is interrupted when our line is there.
+func (s *side) turn(ctx context.Context, row string, rounds int, d time.Duration) (*line, error) {
 	dir, err := os.MkdirTemp("", "vnicd-turn-")
 	if err != nil {
 		return nil, err
 	}
 	defer os.RemoveAll(dir)
 	path := filepath.Join(dir, "turn.jsonl")
-	args := []string{"-only", row, "-rounds", strconv.Itoa(1), "-time", d.String(), "-json", path}
+	args := []string{"-only", row, "-rounds", strconv.Itoa(rounds), "-time", d.String(), "-json", path}
 	if s.vnicd != "" {
 		args = append(args, "-vnicd", s.vnicd)
 	}

@@ -236,12 +236,16 @@ func (d *Daemon) netKeeper(k vhostuser.Keeper) vhostuser.Keeper {
 
 // Keep implements vhostuser.Keeper.
 func (k netKeeper) Keep(name string, fd int) error {
-	stored, most := k.d.store.Stored()
-	if hcas := int(k.d.hcas.Load()) * descriptorsOfHCA(len(k.d.loops)); stored+hcas >= most {
+	stored, ofHCAs, most := k.d.store.Stored(hcaKeptAs, appKeptAs, ivshmemKeptAs)
+	if !roomForCard(stored, ofHCAs, most, int(k.d.hcas.Load())*descriptorsOfHCA(len(k.d.loops))) {
 		return fmt.Errorf("%d descriptors are stored, and the rest of %d is for HCAs", stored, most)
 	}
 	return k.Keeper.Keep(name, fd)
 }
+
+// roomForCard reports whether a store that has ofHCAs of its descriptors for HCAs, and takes at most most, has room for
+// another one that is not: all HCAs together need forHCAs.
+func roomForCard(stored, ofHCAs, most, forHCAs int) bool { return stored+max(forHCAs-ofHCAs, 0) < most }
 
 // descriptorsOfHCA is what is usually kept of a VM's HCA: of each ring four eventfds (kick, error, and the last two for
 // calls), its connection's socket, channel, pipe and state, its journal, up to four files of memory, and QEMU's

@@ -28,6 +28,7 @@ type names struct {
 	freed  []int          // the manager may not have removed their descriptors yet
 	bad    map[int]bool   // of descriptors that were refused, until settle
 	long   int            // bytes of the older vnicd's names
+	kinds  map[string]int // how many names begin with "kind/"
 }
 
 const (
@@ -76,18 +77,33 @@ func (n *names) add(name string, store func(fd int) error) (as string, err error
 		n.free = append(n.free, number)
 		return "", fmt.Errorf("systemd: name of a descriptor: %w", err)
 	}
-	if n.number == nil {
-		n.number = map[string]int{}
-	}
-	n.number[name] = number
+	n.enter(name, number)
 	return short(number), nil
 }
 
-// count returns the number of names, and its limit.
-func (n *names) count() (stored, most int) {
+// enter notes the number of a name that has none. The caller holds mu.
+func (n *names) enter(name string, number int) {
+	if n.number == nil {
+		n.number = map[string]int{}
+	}
+	if n.kinds == nil {
+		n.kinds = map[string]int{}
+	}
+	n.number[name] = number
+	n.kinds[kindOf(name)]++
+}
+
+// kindOf returns the beginning of a name, with the slash.
+func kindOf(name string) string { return name[:strings.IndexByte(name, '/')+1] }
+
+// count returns the number of names, how many of them begin with one of the kinds ("hca/"), and the limit of all.
+func (n *names) count(kinds ...string) (stored, ofKinds, most int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return len(n.number), maxNames - (n.long+shortBytes-1)/shortBytes
+	for _, k := range kinds {
+		ofKinds += n.kinds[k]
+	}
+	return len(n.number), ofKinds, maxNames - (n.long+shortBytes-1)/shortBytes
 }
 
 func (n *names) create(store func(fd int) error) error {
@@ -108,6 +124,9 @@ func (n *names) remove(name string, send func(as string) error) error {
 	n.mu.Lock()
 	number, ok := n.number[name]
 	delete(n.number, name)
+	if ok {
+		n.kinds[kindOf(name)]--
+	}
 	if number == old {
 		n.long -= len(name) + 1
 	}
@@ -146,7 +165,7 @@ func (n *names) confirmed(removals int) {
 func (n *names) adopt(f *os.File) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.file, n.number = f, map[string]int{}
+	n.file, n.number, n.kinds = f, map[string]int{}, map[string]int{}
 }
 
 // numberIn returns the number of the entry that as names.
@@ -184,7 +203,7 @@ func (n *names) passed(as string) (name string, err error) {
 	if number == old {
 		n.long += len(name) + 1
 	}
-	n.number[name] = number
+	n.enter(name, number)
 	return name, nil
 }
 

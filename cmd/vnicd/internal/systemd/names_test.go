@@ -163,6 +163,43 @@ func TestNamesKilled(t *testing.T) {
 	}
 }
 
+// TestNamesOfKinds: names are counted by what they begin with, also those that the previous process left.
+func TestNamesOfKinds(t *testing.T) {
+	n := &names{}
+	n.adopt(nil)
+	var as []string
+	for _, name := range []string{"hca/a", "hca/b", "net/a", "app/x", "hca/c"} {
+		as = append(as, mustAdd(t, n, name))
+	}
+	mustAdd(t, n, "hca/a") // once more
+	for range 2 {          // the second time there is nothing to remove
+		if err := n.remove("hca/c", func(string) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	next := successor(t, n)
+	for _, a := range as[:4] {
+		if _, err := next.passed(a); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := next.passed("hca/of-an-older-vnicd"); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		n       *names
+		kinds   []string
+		all, of int
+	}{
+		{n, nil, 4, 0}, {n, []string{"hca/"}, 4, 2}, {n, []string{"hca/", "app/", "other/"}, 4, 3},
+		{next, []string{"hca/", "app/"}, 5, 4}, {&names{}, []string{"hca/"}, 0, 0},
+	} {
+		if all, of, _ := tc.n.count(tc.kinds...); all != tc.all || of != tc.of {
+			t.Errorf("%v: %d of %d, want %d of %d", tc.kinds, of, all, tc.of, tc.all)
+		}
+	}
+}
+
 // TestNamesDamaged: what has no name, or another's, is refused.
 func TestNamesDamaged(t *testing.T) {
 	n := &names{}

@@ -65,8 +65,9 @@ func (s *Store) Keep(name string, fd int) error {
 	return s.confirm()
 }
 
-// Stored returns how many descriptors are stored, and how many may be.
-func (s *Store) Stored() (n, most int) { return s.names.count() }
+// Stored returns how many descriptors are stored, how many of them under names that begin with one of the kinds, such
+// as "hca/", and how many may be stored.
+func (s *Store) Stored(kinds ...string) (n, ofKinds, most int) { return s.names.count(kinds...) }
 
 // confirm waits until systemd has read what the caller has sent. One of those who wait at the same time sends the
 // barrier, when that before it has been answered.

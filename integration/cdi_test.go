@@ -31,6 +31,7 @@ applications:
   - {name: blue1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.1]}
   - {name: blue2, network: blue, mac: "02:00:00:00:00:a2", ips: [10.0.0.2]}
   - {name: blue3, network: blue, mac: "02:00:00:00:00:a3", ips: [10.0.0.3]}
+  - {name: blue4, network: blue, mac: "02:00:00:00:00:a4", ips: [10.0.0.4]}
   - {name: green1, network: green, mac: "02:00:00:00:00:a1", ips: [10.0.0.1], user: 200000}
   - {name: green2, network: green, mac: "02:00:00:00:00:a2", ips: [10.0.0.2], user: 200000}
 `
@@ -63,7 +64,7 @@ func TestCDI(t *testing.T) {
 	}
 
 	for _, name := range []string{"blue1", "green2"} {
-		t.Run("contents of "+name, func(t *testing.T) { c.onlySocket(ctx, t, name, h.Dir) })
+		t.Run("contents of "+name, func(t *testing.T) { c.onlySocket(ctx, t, name, h.Dir, "ro,nosuid,nodev,noexec") })
 	}
 	pairs := func(t *testing.T) {
 		// Both servers have one address and port. Each counts the rounds of its own tenant's client.
@@ -89,9 +90,17 @@ func TestCDI(t *testing.T) {
 
 	t.Run("a volume in place of the device", func(t *testing.T) {
 		c.start(ctx, t, "blue3", c.volume(t, l, h, "blue3")...)
-		c.onlySocket(ctx, t, "blue3", h.Dir)
+		c.onlySocket(ctx, t, "blue3", h.Dir, "ro,nosuid,nodev,noexec")
 		blue := c.serve(ctx, t, "blue1")
 		check(t, c.ping(t, "blue3").Wait(ctx))
+		check(t, blue.Wait(ctx))
+	})
+
+	t.Run("a kubelet's device", func(t *testing.T) {
+		c.start(ctx, t, "blue4", allocated(ctx, t, l, h, "vnicd.io/blue", "blue4")...)
+		c.onlySocket(ctx, t, "blue4", h.Dir, "ro,")
+		blue := c.serve(ctx, t, "blue1")
+		check(t, c.ping(t, "blue4").Wait(ctx))
 		check(t, blue.Wait(ctx))
 	})
 
@@ -253,8 +262,9 @@ func (c *tenantContainers) volume(t *testing.T, l *lab.Lab, h *lab.Host, name st
 		"--volume=" + filepath.Join(h.Dir, name+".app") + ":" + mount.MountPath + ":ro,nosuid,nodev,noexec"}
 }
 
-// onlySocket checks what a container sees: one socket and its name, by one mount, to which nobody can write.
-func (c *tenantContainers) onlySocket(ctx context.Context, t *testing.T, name, runDir string) {
+// onlySocket checks what a container sees: one socket and its name, by one mount, to which nobody can write, with these
+// options among others.
+func (c *tenantContainers) onlySocket(ctx context.Context, t *testing.T, name, runDir, options string) {
 	out := must[string](t)(podman(ctx, c.podman, "inspect", "--format={{.State.Pid}}", name))
 	words := strings.Fields(out) // after what podman warns of
 	proc := "/proc/" + words[len(words)-1]
@@ -290,7 +300,7 @@ func (c *tenantContainers) onlySocket(ctx context.Context, t *testing.T, name, r
 		t.Errorf("environment %q", env)
 	}
 	mounts := string(must[[]byte](t)(os.ReadFile(proc + "/mountinfo")))
-	if n := strings.Count(mounts, name+".app /run/vnicd ro,nosuid,nodev,noexec"); n != 1 {
+	if n := strings.Count(mounts, name+".app /run/vnicd "+options); n != 1 {
 		t.Errorf("%d mounts of the directory in\n%s", n, mounts)
 	}
 	if err := os.WriteFile(root+"/run/vnicd/x", nil, 0o600); !errors.Is(err, syscall.EROFS) {

@@ -116,16 +116,11 @@ user, group and socket-mode in vnicd.yaml(5) do.
 func (a *app) appDirs(c *cobra.Command) (map[string]string, error) {
 	dirs := map[string]string{}
 	if s := a.running(c, 5*time.Second); s != nil {
-		for _, v := range s.VMs {
-			switch {
-			case !v.IsApplication() || v.Going:
-			case v.AppDir == "":
-				return nil, errors.New("the running vnicd is of a release that makes no directories for containers; upgrade it")
-			default:
-				dirs[v.Name] = v.AppDir
-			}
+		l, err := applicationsOf(s)
+		for _, v := range l {
+			dirs[v.Name] = v.Dir
 		}
-		return dirs, nil
+		return dirs, err
 	}
 	cfg, err := a.load()
 	if err != nil {

@@ -9,6 +9,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/daemon"
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/deviceplugin"
 )
 
 const twoNames = `networks: [{name: blue, vni: 100}]
@@ -185,5 +188,30 @@ func TestCDIOfDaemon(t *testing.T) {
 	}
 	if now, err := mounted.Lstat("hca"); err != nil || !before.ModTime().Before(now.ModTime()) {
 		t.Errorf("socket %v, now %v, %v", before, now, err)
+	}
+}
+
+// Applications that stay, with the directories that the daemon has made; VMs and those that go are not offered.
+func TestApplicationsOf(t *testing.T) {
+	s := &daemon.Status{VMs: []daemon.VMStatus{
+		{Name: "vm1", Network: "blue", NetSocket: "/run/vnicd/vm1.net"},
+		{Name: "a", Network: "blue", AppDir: "/run/vnicd/a.app"},
+		{Name: "b", Network: "green", AppDir: "/run/vnicd/b.app", Going: true},
+	}}
+	l, err := applicationsOf(s)
+	if want := []deviceplugin.Application{{Name: "a", Network: "blue", Dir: "/run/vnicd/a.app"}}; err != nil ||
+		!slices.Equal(l, want) {
+		t.Errorf("%v, %v", l, err)
+	}
+	s.VMs[1].AppDir = ""
+	if _, err := applicationsOf(s); err == nil || !strings.Contains(err.Error(), "upgrade it") {
+		t.Errorf("without directories: %v", err)
+	}
+}
+
+func TestDevicePluginElsewhere(t *testing.T) {
+	status, _, errText := alone(t, twoNames, "device-plugin", "--kubelet-dir", "/nonexistent")
+	if status != 1 || !strings.Contains(errText, "is this a node of a cluster?") {
+		t.Errorf("%d %s", status, errText)
 	}
 }

@@ -164,8 +164,12 @@ func (s *server) listen() (net.Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.SetUnlinkOnClose(false) // its path may be another process's then
-	if s.socket, err = os.Stat(path); err == nil {
+	l.SetUnlinkOnClose(false)   // its path may be another process's then
+	err = os.Chmod(path, 0o600) // as the kubelet's directory is
+	if err == nil {
+		s.socket, err = os.Stat(path)
+	}
+	if err == nil {
 		err = os.Rename(path, s.path)
 	}
 	if err != nil {

@@ -12,7 +12,7 @@ TIME        ?= 1s
 APT_KEY     ?=
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint site image module package guest-packages oci-image apt-tree release deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint site recording image module package guest-packages oci-image apt-tree release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -182,6 +182,10 @@ lint: deps ## gofmt, vet, staticcheck and the project's rules
 site: ## all documents as static pages: build/site/index.html (REPOSITORY=address of the files that are not part of it)
 	rm -rf $(BUILD)/site
 	$(GO) run ./docs/site -out $(BUILD)/site $(if $(REPOSITORY),-repository "$(REPOSITORY)")
+
+recording: deps-vm ## the README's picture of `make demo`, from a run of it: docs/demo.svg
+	@mkdir -p $(BUILD)
+	$(GO) run ./docs/recording -as 'make demo' -o docs/demo.svg -- sh -c '$(MAKE) -s demo 2>$(BUILD)/demo.log'
 
 clean: ## remove build results (vm-images/build clean removes downloads and images)
 	rm -rf $(BUILD)

@@ -243,14 +243,15 @@ func (d *demo) picture(ctx context.Context, client, server lab.End) error {
 		return err
 	}
 	defer b.Close()
-	file := filepath.Join(d.Root, "build", "page.png")
+	picture := filepath.Join("build", "page.png")
 	stop := rig.Traffic(ctx, client, server)
 	if err := errors.Join(b.Window(ctx, 1280, 900, false), rig.WatchPage(ctx, b, "http://127.0.0.1:9469/", "vm1"),
-		b.Screenshot(ctx, file), stop()); err != nil {
+		b.Screenshot(ctx, filepath.Join(d.Root, picture)), stop()); err != nil {
 		return err
 	}
 	fmt.Fprintf(&d.summary,
-		"the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and changing rates\n    %s\n", file)
+		"the web page of h1 (http://127.0.0.1:9469/ there) while ib_write_bw ran: topology and changing rates\n    %s\n",
+		picture)
 	return nil
 }
 

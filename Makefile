@@ -183,9 +183,10 @@ site: ## all documents as static pages: build/site/index.html (REPOSITORY=addres
 	rm -rf $(BUILD)/site
 	$(GO) run ./docs/site -out $(BUILD)/site $(if $(REPOSITORY),-repository "$(REPOSITORY)")
 
-recording: deps-vm ## the README's picture of `make demo`, from a run of it: docs/demo.svg
+recording: image ## the README's picture of `make demo`, from a run of it: docs/demo.svg
 	@mkdir -p $(BUILD)
-	$(GO) run ./docs/recording -as 'make demo' -o docs/demo.svg -- sh -c '$(MAKE) -s demo 2>$(BUILD)/demo.log'
+	$(GO) run ./docs/recording -as 'make demo' -o docs/demo.svg -- \
+		sh -c "$(GO) run -exec 'vm-images/rootless --net' ./integration/demo 2>$(BUILD)/demo.log"
 
 clean: ## remove build results (vm-images/build clean removes downloads and images)
 	rm -rf $(BUILD)

@@ -130,3 +130,31 @@ func TestFrames(t *testing.T) {
 		t.Error("it moves for those who do not want that")
 	}
 }
+
+// The README's excerpt and its picture are of the same run, and neither names a path of the machine that made it.
+func TestREADME(t *testing.T) {
+	readme, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	svg, err := os.ReadFile("../demo.svg")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, excerpt, _ := strings.Cut(string(readme), "```text\n$ make demo\n")
+	excerpt, _, ok := strings.Cut(excerpt, "\n```")
+	if !ok || !strings.Contains(string(readme), "](docs/demo.svg)") {
+		t.Fatal("README.md has no excerpt of make demo, or no picture")
+	}
+	shown := texts(t, svg)
+	for l := range strings.SplitSeq(excerpt, "\n") {
+		if l != "..." && !slices.Contains(shown, l) {
+			t.Errorf("not in the picture: %q; make recording, and copy from it", l)
+		}
+	}
+	for _, l := range shown {
+		if regexp.MustCompile(`(^|\s)/\w`).MatchString(l) {
+			t.Errorf("a path of the machine: %q", l)
+		}
+	}
+}

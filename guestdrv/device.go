@@ -31,9 +31,12 @@ type Config struct {
 
 // Device is an open HCA. All methods may be called from any goroutine.
 type Device struct {
-	cfg  Config
-	fe   *frontend.Device
-	mem  *memory
+	cfg Config
+	fe  *frontend.Device
+	mem *memory
+
+	shared sharedMemory
+
 	conf abi.Config
 	attr abi.DeviceAttr
 	cmds *commander
@@ -243,6 +246,9 @@ func (d *Device) gone() bool {
 		return false
 	}
 }
+
+// has reports whether the device can access the page at pa.
+func (d *Device) has(pa uint64) bool { return d.mem.has(pa) || d.shared.has(pa) }
 
 // Alloc allocates n bytes of zeroed memory that the device can access. It fails with ErrNoMemory if Config.Memory is
 // used up.

@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"log"
 	"net/netip"
+	"os"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/guestdrv"
 	testrig "github.com/vnicd/vnicd/guestdrv/internal/rig"
@@ -111,4 +114,48 @@ func (a *application) connect(ctx context.Context, gid guestdrv.GID, qpn uint32)
 	// Without Access the peer could only send messages.
 	o := guestdrv.ConnectOptions{Access: guestdrv.AccessRemoteWrite}
 	return a.qp.Connect(ctx, guestdrv.Peer{QPN: qpn, Path: path}, o)
+}
+
+// A program that keeps its data in a memory file has it sent from where it is.
+func ExampleDevice_Share() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	sockets, stop := testrig.Applications(1)
+	defer stop()
+	dev, err := guestdrv.Open(ctx, sockets[0], guestdrv.Config{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer dev.Close()
+
+	// The program's memory, made before and without guestdrv.
+	fd, err := unix.MemfdCreate("cache", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		log.Fatal(err)
+	}
+	file := os.NewFile(uintptr(fd), "cache")
+	defer file.Close()
+	const size = 1 << 20
+	if err := file.Truncate(size); err != nil {
+		log.Fatal(err)
+	}
+	cache, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		log.Fatal(err)
+	}
+
+	buf, err := dev.Share(file, 0, cache)
+	if err != nil {
+		log.Fatal(err)
+	}
+	pd, err := dev.AllocPD(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	mr, err := pd.Register(ctx, buf, guestdrv.AccessLocalWrite|guestdrv.AccessRemoteRead)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println("registered in place:", &buf.Bytes()[0] == &cache[0], mr.Remote(0).Addr == buf.Addr())
+	// Output: registered in place: true true
 }

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
+	"github.com/vnicd/vnicd/device/virtio/vhostuser/frontend"
+	"github.com/vnicd/vnicd/translate"
 )
 
 func testMemory(t *testing.T, size uint64) *memory {
@@ -35,7 +37,7 @@ func TestMemory(t *testing.T) {
 		if len(live) > 0 && rng.IntN(2) == 0 {
 			for k, b := range live {
 				first := (b.PA() - uint64(paBase)) >> pageShift
-				for i := range b.size >> pageShift {
+				for i := range len(b.pagePAs()) {
 					if owner[first+uint64(i)] != k {
 						t.Fatalf("page %d belongs to two buffers", first+uint64(i))
 					}
@@ -66,7 +68,7 @@ func TestMemory(t *testing.T) {
 		}
 		live[id] = b
 		first := (b.PA() - uint64(paBase)) >> pageShift
-		for i := range b.size >> pageShift {
+		for i := range len(b.pagePAs()) {
 			owner[first+uint64(i)] = id
 		}
 	}
@@ -186,4 +188,40 @@ func FuzzResponse(f *testing.F) {
 			_ = decodeResponse(abi.CmdQueryQP, b, written, d)
 		}
 	})
+}
+
+// Shared memory goes behind what was shared last, then into the gaps, and never over what is shared.
+func TestPlace(t *testing.T) {
+	const gib = 1 << 30
+	s := &sharedMemory{}
+	rng := rand.New(rand.NewPCG(2, 2))
+	wrapped := false
+	for range 20000 {
+		n := uint64(1+rng.IntN(1<<25)) * pageSize // up to 128 GiB
+		pa, ok := s.place(n)
+		if !ok {
+			t.Fatal("no room")
+		}
+		wrapped = wrapped || pa < s.next
+		if pa < sharedBase || pa%gib != 0 || uint64(pa)+n > uint64(translate.MaxPA) {
+			t.Fatalf("%d bytes at %#x", n, uint64(pa))
+		}
+		for _, r := range s.ranges {
+			if uint64(pa) < uint64(r.PA)+r.Size+gib && uint64(r.PA) < uint64(pa)+n {
+				t.Fatalf("%d bytes at %#x, beside %d at %#x", n, uint64(pa), r.Size, uint64(r.PA))
+			}
+		}
+		r := frontend.Range{PA: pa, Size: n}
+		s.next, s.ranges = behind(r), append(s.ranges, r)
+		if len(s.ranges) == 63 {
+			i := rng.IntN(63)
+			s.ranges = append(s.ranges[:i], s.ranges[i+1:]...)
+		}
+	}
+	if !wrapped {
+		t.Error("the end of all addresses was not reached")
+	}
+	if _, ok := s.place(uint64(translate.MaxPA)); ok {
+		t.Error("more than all addresses")
+	}
 }

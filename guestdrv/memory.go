@@ -48,20 +48,22 @@ func (m *memory) alloc(n, align uint64) (*Buffer, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Buffer{mem: m, pa: uint64(pa), size: int(size), data: data[:n:n], va: addressOf(data)}, nil
+	return &Buffer{pa: uint64(pa), va: addressOf(data), data: data[:n:n], giveBack: func() error {
+		m.Free(pa, int(size))
+		return nil
+	}}, nil
 }
 
 // has reports whether the page at pa belongs to the memory.
 func (m *memory) has(pa uint64) bool { return pa-uint64(paBase) < m.size }
 
-// Buffer is memory that both this process and the device can access: whole pages, contiguous in VA and in PA. It must
-// not be used after its Close or Device.Close.
+// Buffer is memory that both this process and the device can access, of Device.Alloc or Device.Share: whole pages,
+// contiguous in VA and in PA. It must not be used after its Close or Device.Close.
 type Buffer struct {
-	mem  *memory
-	pa   uint64
-	va   uint64
-	size int
-	data []byte
+	pa       uint64
+	va       uint64
+	data     []byte // nil: it was given back
+	giveBack func() error
 
 	mu      sync.Mutex
 	regions int // registered by PD.Register and RegisterRange; guarded by mu
@@ -92,18 +94,18 @@ func (b *Buffer) pagePAs() []uint64 {
 	return pas
 }
 
-// Close releases the memory for the next Alloc. It fails with StatusBusy while regions that PD.Register or
-// RegisterRange made in the buffer exist: the device could write to what Alloc returns next. Pages that the device was
-// given by their PAs (PD.RegisterPages, MR.SetPages, a Pager, DMALKey) or by FastMR.Map are not known to the buffer: it
-// must not be closed before the device has stopped using them.
+// Close releases the memory for the next Alloc, or takes it back from the device if it is of Share. It fails with
+// StatusBusy while regions that PD.Register or RegisterRange made in the buffer exist: the device could write to
+// what Alloc returns next. Pages that the device was given by their PAs (PD.RegisterPages, MR.SetPages, a Pager,
+// DMALKey) or by FastMR.Map are not known to the buffer: it must not be closed before the device has stopped using
+// them.
 func (b *Buffer) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.regions > 0 {
 		return fmt.Errorf("buffer of %d bytes with %d registered regions: %w", len(b.data), b.regions, StatusBusy)
 	}
-	b.free()
-	return nil
+	return b.give()
 }
 
 // use makes Close fail until release, and returns the buffer's length.
@@ -123,9 +125,17 @@ func (b *Buffer) release() {
 	b.regions--
 }
 
-func (b *Buffer) free() {
-	if b.data != nil {
-		b.data = nil
-		b.mem.Free(translate.PA(b.pa), b.size)
+// free is Close for the driver's own buffers, which are of Alloc.
+func (b *Buffer) free() { _ = b.give() }
+
+// give gives the memory back, once.
+func (b *Buffer) give() error {
+	if b.data == nil {
+		return nil
 	}
+	if err := b.giveBack(); err != nil {
+		return err
+	}
+	b.data = nil
+	return nil
 }

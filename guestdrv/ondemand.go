@@ -288,7 +288,7 @@ func (r *OnDemandMR) given(pas []uint64, write bool) (int, error) {
 			return i, nil
 		case pa == PageAbsent || i == 0 && write && pa&PageReadOnly != 0:
 			return 0, errNoPage
-		case pa&(pageSize-1)&^PageReadOnly != 0 || !r.d.mem.has(pa&^(pageSize-1)):
+		case pa&(pageSize-1)&^PageReadOnly != 0 || !r.d.has(pa&^(pageSize-1)):
 			return 0, invalid("the pager returned PA %#x, which is no page of the driver's memory", pa)
 		}
 	}

@@ -57,6 +57,9 @@ type rigConfig struct {
 	work   func() *worktime.Account // of each host; nil: none
 
 	noFeatures bool // devices offer no feature bits
+
+	untrusted bool   // drivers are not trusted, as applications are
+	memory    uint64 // bytes that a driver may share; 0: any number
 }
 
 // rig is a network with several HCAs, each with a driver, in one process but with real sockets between driver and
@@ -257,7 +260,7 @@ func (r *rig) serve(h *host, kept vhostuser.Kept) {
 	}
 	h.srv, err = vhostuser.Listen(vhostuser.Config{Path: h.path, Hide: hide, Log: r.log.Named("vhost"),
 		Attribute: &h.attribute, Budget: hostdriver.NewBudget(r.cfg.budget), Work: h.work, Keeper: h.kept,
-		KeepAs: "hca/" + name, Kept: kept},
+		KeepAs: "hca/" + name, Kept: kept, Sealed: r.cfg.untrusted, MaxMemory: r.cfg.memory},
 		h.hca, 0)
 	if err != nil {
 		r.tb.Fatal(err)

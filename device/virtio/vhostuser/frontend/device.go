@@ -191,6 +191,19 @@ func (d *Device) setMemory() error {
 	return d.client.SetMemTable(regions, fds...)
 }
 
+// AddMemory gives the back end another range, in the file fd from offset on. Those of the device's own Memory stay.
+func (d *Device) AddMemory(r Range, fd int, offset uint64) error {
+	if d.proto&vhostuser.ProtoConfigureMemSlots == 0 {
+		return errors.New("frontend: the back end cannot be given memory while it runs (CONFIGURE_MEM_SLOTS)")
+	}
+	v := r.region()
+	v.Offset = offset
+	return d.client.AddMemReg(v, fd)
+}
+
+// RemoveMemory takes a range back, and returns when the back end does not access it any more.
+func (d *Device) RemoveMemory(r Range) error { return d.client.RemMemReg(r.region()) }
+
 // StartQueue describes queue i to the device and starts it at the ring's position. Open does so for all queues; call it
 // after a reset or StopQueue.
 func (d *Device) StartQueue(i int) error {

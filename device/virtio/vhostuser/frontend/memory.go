@@ -27,6 +27,11 @@ type Range struct {
 	Size uint64
 }
 
+// region is the range as a region of a memory table, at the beginning of its file.
+func (r Range) region() vhostuser.Region {
+	return vhostuser.Region{GuestPA: uint64(r.PA), Size: r.Size, UserAddr: userBase + uint64(r.PA)}
+}
+
 // Memory is a guest memory of one or more ranges, all in one memfd of fixed size. Bytes and Uint32 are safe for any
 // goroutine until Close; Alloc and Free lock.
 type Memory struct {
@@ -64,9 +69,9 @@ func PlanMemory(ranges ...Range) (*Memory, error) {
 		if r.Size == 0 || (uint64(r.PA)|r.Size)%pageSize != 0 {
 			return nil, fmt.Errorf("frontend: range PA %#x size %#x, want multiples of %d", uint64(r.PA), r.Size, pageSize)
 		}
-		m.regions = append(m.regions, region{Region: vhostuser.Region{
-			GuestPA: uint64(r.PA), Size: r.Size, UserAddr: userBase + uint64(r.PA), Offset: m.size,
-		}})
+		v := region{Region: r.region()}
+		v.Offset = m.size
+		m.regions = append(m.regions, v)
 		m.size += r.Size
 	}
 	return m, nil

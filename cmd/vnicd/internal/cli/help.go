@@ -34,6 +34,8 @@ var helps = map[string]help{
 	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},
 	"cdi": {"",
 		"vnicd cdi\nvnicd cdi -o /etc/cdi/vnicd.json && podman run --device vnicd.io/application=app image"},
+	"device-plugin": {"",
+		"vnicd device-plugin\nsystemd-run --unit vnicd-device-plugin vnicd device-plugin"},
 	"attach": {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
 	"detach": {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
 	"migrate": {"", "vnicd migrate --qmp /run/vm1.qmp vm1 tcp:192.0.2.2:4444\n" +

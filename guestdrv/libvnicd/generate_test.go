@@ -141,6 +141,7 @@ var transport = []group{
 		{"VHOST_USER_SET_BACKEND_REQ_FD", uint64(vhostuser.ReqSetBackendReqFD), ""},
 		{"VHOST_USER_GET_CONFIG", uint64(vhostuser.ReqGetConfig), ""},
 		{"VHOST_USER_ADD_MEM_REG", uint64(vhostuser.ReqAddMemReg), ""},
+		{"VHOST_USER_REM_MEM_REG", uint64(vhostuser.ReqRemMemReg), ""},
 		{"VHOST_USER_SET_STATUS", uint64(vhostuser.ReqSetStatus), ""},
 		{"VHOST_USER_GET_STATUS", uint64(vhostuser.ReqGetStatus), ""},
 		{"VHOST_USER_GET_MEMORY", uint64(vhostuser.ReqGetMemory), "vnicd's own: a memory file"},

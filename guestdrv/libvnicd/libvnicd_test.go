@@ -279,11 +279,13 @@ func TestLikeGo(t *testing.T) {
 	n := rig.New(t, 2)
 	inGo := func() end { return &goEnd{tb: t, ctx: limit(t)} }
 	inC := func() end { return newCEnd(t, program) }
+	ofItsOwn := func() end { return newCEnd(t, program, "share") } // memory
 	var want map[string][]string
 	for _, c := range []struct {
 		name            string
 		active, passive func() end
-	}{{"Go to Go", inGo, inGo}, {"C to C", inC, inC}, {"C to Go", inC, inGo}, {"Go to C", inGo, inC}} {
+	}{{"Go to Go", inGo, inGo}, {"C to C", inC, inC}, {"C to Go", inC, inGo}, {"Go to C", inGo, inC},
+		{"shared to shared", ofItsOwn, ofItsOwn}} {
 		t.Run(c.name, func(t *testing.T) {
 			got := performAll(t, n, c.active(), c.passive())
 			if want == nil {
@@ -311,7 +313,7 @@ func TestValgrind(t *testing.T) {
 func TestSanitizers(t *testing.T) {
 	n := rig.New(t, 2)
 	peer := build(t, "peer", sanitize)
-	t.Run("operations", func(t *testing.T) { performAll(t, n, newCEnd(t, peer), newCEnd(t, peer)) })
+	t.Run("operations", func(t *testing.T) { performAll(t, n, newCEnd(t, peer), newCEnd(t, peer, "share")) })
 	run(t, build(t, "errors", sanitize), n.Hosts[0].Path)
 }
 

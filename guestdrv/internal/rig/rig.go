@@ -92,7 +92,7 @@ func New(tb testing.TB, n int) *Network {
 		h.HCA.SetPort(port)
 		port.SetNet(h.HCA.Neighbours()) // answers ARP and ND, as in the daemon
 		port.SetHCA(h.HCA.HCAFace())
-		srv, err := vhostuser.Listen(vhostuser.Config{Path: h.Path, Log: log, Attribute: &h.attribute,
+		srv, err := vhostuser.Listen(vhostuser.Config{Sealed: true, Path: h.Path, Log: log, Attribute: &h.attribute,
 			Budget: hostdriver.NewBudget(0)}, h.HCA, 0)
 		must(err)
 		h.stop = sync.OnceFunc(func() {

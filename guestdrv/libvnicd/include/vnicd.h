@@ -126,12 +126,30 @@ int vnicd_resolve(struct vnicd_device *dev, const uint8_t gid[16], uint32_t sgid
 
 /*
  * Allocates size bytes, zeroed, in whole pages, that device and program share. The program ends them by vnicd_free.
- * The device can access no other memory. NULL: options.memory is used up, or the device is unusable (vnicd_error()).
+ * The device can access no other memory, but for that of vnicd_share. NULL: options.memory is used up, or the device
+ * is unusable (vnicd_error()).
  */
 void *vnicd_alloc(struct vnicd_device *dev, size_t size);
 
 /* Frees memory of vnicd_alloc; NULL is ignored. -EBUSY while a region is registered in it. */
 int vnicd_free(struct vnicd_device *dev, void *buf);
+
+/*
+ * Gives the device memory that the program has made itself: length bytes at addr, where the program has mapped the
+ * memory file fd from offset on (MAP_SHARED, for reading and writing). Nothing is copied; regions are registered in
+ * it as in memory of vnicd_alloc. The file is one of memfd_create with MFD_ALLOW_SEALING, also with huge pages, that
+ * has not been shared before; offset and length are multiples of its pages. The library adds F_SEAL_SHRINK, and vnicd
+ * F_SEAL_FUTURE_WRITE: nobody can take pages out of the file from then on, nor map it for writing again. fd may be
+ * closed afterwards. vnicd counts the length as the application's `memory`, and takes 63 files at a time. After a
+ * kill of vnicd the next one cannot continue a device with such memory: it becomes unusable.
+ */
+int vnicd_share(struct vnicd_device *dev, int fd, uint64_t offset, void *addr, size_t length);
+
+/*
+ * Takes memory of vnicd_share back, and returns when the device accesses it no more. The mapping stays the program's.
+ * -EBUSY while a region is registered in it.
+ */
+int vnicd_unshare(struct vnicd_device *dev, void *addr);
 
 /* ---- protection domains and memory regions ---- */
 
@@ -149,8 +167,8 @@ struct vnicd_mr {
 };
 
 /*
- * Registers length bytes at addr, which lie in one allocation of vnicd_alloc. access: VNICD_ACCESS_*; LOCAL_WRITE is
- * required with REMOTE_WRITE and REMOTE_ATOMIC.
+ * Registers length bytes at addr, which lie in one allocation of vnicd_alloc or in memory of vnicd_share. access:
+ * VNICD_ACCESS_*; LOCAL_WRITE is required with REMOTE_WRITE and REMOTE_ATOMIC.
  */
 int vnicd_reg_mr(struct vnicd_pd *pd, void *addr, size_t length, uint32_t access, struct vnicd_mr **out);
 

@@ -7,7 +7,8 @@
  *   command.c  command queue: slots, deadlines
  *   device.c   open, close, the device's thread       event.c  event queues
  *   queue.c    virtqueues, split (virtio 1.2, 2.7)    memory.c  shared memory
- *   vhost.c    messages of vhost-user                 error.c  texts
+ *   share.c    memory of the program's own            vhost.c   messages of vhost-user
+ *   error.c    texts
  *
  * Memory that the device can write is not trusted: values are read once, checked, and used.
  *
@@ -36,6 +37,11 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the library supports 
 
 /* PA of the memory's first byte: neither a file offset nor an address of the process, so that confusion fails. */
 #define PA_BASE (1ULL << 40)
+
+/* PAs of what the program shares: from here to the end of those that vnicd takes, each piece at a multiple. */
+#define SHARED_BASE (1ULL << 41)
+#define SHARED_ALIGN (1ULL << 30)
+#define PA_END (1ULL << 48)
 
 enum {
 	QUEUE_SIZE = 64,                                     /* entries of a virtqueue, and buffers of an event queue */
@@ -68,12 +74,22 @@ struct span {                  /* of the shared memory: free, or an allocation; 
 	bool used;
 };
 
+struct piece {                 /* of the program's own memory */
+	struct piece *next;
+	uint8_t *addr;
+	uint64_t pa, size;
+	uint32_t regions;
+	bool usable;           /* the device has it: regions may be registered */
+};
+
 struct memory {
 	int fd;
 	uint8_t *base;         /* NULL: not mapped */
 	uint64_t size;
 	uint64_t touched;      /* beyond this offset all bytes are zero and not resident */
 	struct span *spans;
+	struct piece *pieces;
+	uint64_t next_pa;      /* of the next piece, unless that would be behind the end */
 	pthread_mutex_t lock;
 };
 
@@ -83,9 +99,11 @@ int mem_use(struct memory *m, int fd);      /* with fd, which it takes over */
 void mem_fini(struct memory *m);
 void *mem_alloc(struct memory *m, uint64_t size); /* zeroed whole pages; NULL: no room, with the error set */
 int mem_free(struct memory *m, void *p);
-int mem_hold(struct memory *m, const void *p, uint64_t n); /* n bytes at p are in one allocation; it becomes busy */
+/* n bytes at p are in one allocation or piece, which becomes busy. *pa: where they are. */
+int mem_hold(struct memory *m, const void *p, uint64_t n, uint64_t *pa);
 void mem_release(struct memory *m, const void *p);
-uint64_t mem_pa(const struct memory *m, const void *p);
+uint64_t mem_pa(const struct memory *m, const void *p);     /* of an allocation's byte */
+struct piece *piece_of(struct memory *m, const void *p);    /* the piece that has the byte at p; under the lock */
 
 /* ---- virtqueues ---- */
 
@@ -122,6 +140,8 @@ struct vhost {
 int vhost_open(struct vhost *v, const char *path, struct memory *mem, uint64_t features, uint64_t deadline);
 int vhost_start_queue(struct vhost *v, struct memory *mem, uint32_t i, struct queue *q, uint64_t deadline);
 int vhost_driver_ok(struct vhost *v, uint64_t deadline);
+int vhost_add_memory(struct vhost *v, uint64_t pa, uint64_t size, uint64_t offset, int fd, uint64_t deadline);
+int vhost_remove_memory(struct vhost *v, uint64_t pa, uint64_t size, uint64_t deadline);
 int vhost_read_config(struct vhost *v, void *dst, uint32_t n, uint64_t deadline);
 int vhost_take_message(struct vhost *v);    /* of the back end's own channel: 0, or an error: the channel has ended */
 void vhost_fini(struct vhost *v);

@@ -70,6 +70,12 @@ void mem_fini(struct memory *m)
 		m->spans = s->next;
 		free(s);
 	}
+	while (m->pieces) {
+		struct piece *own = m->pieces;
+
+		m->pieces = own->next;
+		free(own);
+	}
 }
 
 void *mem_alloc(struct memory *m, uint64_t size)
@@ -164,29 +170,42 @@ int mem_free(struct memory *m, void *p)
 	return err;
 }
 
-int mem_hold(struct memory *m, const void *p, uint64_t n)
+int mem_hold(struct memory *m, const void *p, uint64_t n, uint64_t *pa)
 {
+	const uint8_t *at = p;
+	struct piece *own;
 	struct span *s;
 	int err = 0;
 
 	pthread_mutex_lock(&m->lock);
 	s = find(m, p);
-	if (!s || !n || n > s->size - (uint64_t)((const uint8_t *)p - (m->base + s->off)))
-		err = set_error_text(-EINVAL, "the range is not within one allocation of vnicd_alloc of this device");
-	else
+	own = s ? NULL : piece_of(m, p);
+	if (s && n && n <= s->size - (uint64_t)(at - (m->base + s->off))) {
 		s->regions++;
+		*pa = mem_pa(m, p);
+	} else if (own && own->usable && n && n <= own->size - (uint64_t)(at - own->addr)) {
+		own->regions++;
+		*pa = own->pa + (uint64_t)(at - own->addr);
+	} else {
+		err = set_error_text(-EINVAL, "the range is not within one allocation of vnicd_alloc, nor memory of "
+					      "vnicd_share, of this device");
+	}
 	pthread_mutex_unlock(&m->lock);
 	return err;
 }
 
 void mem_release(struct memory *m, const void *p)
 {
+	struct piece *own;
 	struct span *s;
 
 	pthread_mutex_lock(&m->lock);
 	s = find(m, p);
+	own = s ? NULL : piece_of(m, p);
 	if (s)
 		s->regions--;
+	else if (own)
+		own->regions--;
 	pthread_mutex_unlock(&m->lock);
 }
 

@@ -173,7 +173,7 @@ EXPORT int vnicd_reg_mr(struct vnicd_pd *pd, void *addr, size_t length, uint32_t
 	int err;
 
 	*out = NULL;
-	err = mem_hold(&dev->mem, addr, length);
+	err = mem_hold(&dev->mem, addr, length, &pa);
 	if (err)
 		return err;
 	r = calloc(1, sizeof(*r));
@@ -181,7 +181,6 @@ EXPORT int vnicd_reg_mr(struct vnicd_pd *pd, void *addr, size_t length, uint32_t
 		mem_release(&dev->mem, addr);
 		return set_error_text(-ENOMEM, "out of memory");
 	}
-	pa = mem_pa(&dev->mem, addr);
 	req = (struct vnicd_create_mr){
 		.pdn = pd->o.handle, .access = access, .page_shift = PAGE_SHIFT, .iova = (uintptr_t)addr,
 		.length = length,

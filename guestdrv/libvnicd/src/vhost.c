@@ -316,6 +316,32 @@ static int share_memory(struct vhost *v, struct memory *mem, uint64_t deadline)
 	return exchange(v, VHOST_USER_SET_MEM_TABLE, &t, sizeof(t), mem->fd, NULL, 0, NULL, deadline);
 }
 
+static int memory_region(struct vhost *v, uint32_t request, const struct mem_region *r, int fd, uint64_t deadline)
+{
+	struct mem_table t = { .region = *r }; /* without regions: the padding of these messages */
+	int err;
+
+	if (!(v->proto & VHOST_USER_PROTOCOL_F_CONFIGURE_MEM_SLOTS))
+		return set_error_text(-EOPNOTSUPP, "the back end cannot be given memory while it runs");
+	pthread_mutex_lock(&v->lock);
+	err = exchange(v, request, &t, sizeof(t), fd, NULL, 0, NULL, deadline);
+	pthread_mutex_unlock(&v->lock);
+	return err;
+}
+
+int vhost_add_memory(struct vhost *v, uint64_t pa, uint64_t size, uint64_t offset, int fd, uint64_t deadline)
+{
+	return memory_region(v, VHOST_USER_ADD_MEM_REG,
+			     &(struct mem_region){ .pa = pa, .size = size, .user = USER_BASE + pa, .offset = offset },
+			     fd, deadline);
+}
+
+int vhost_remove_memory(struct vhost *v, uint64_t pa, uint64_t size, uint64_t deadline)
+{
+	return memory_region(v, VHOST_USER_REM_MEM_REG,
+			     &(struct mem_region){ .pa = pa, .size = size, .user = USER_BASE + pa }, -1, deadline);
+}
+
 int vhost_open(struct vhost *v, const char *path, struct memory *mem, uint64_t features, uint64_t deadline)
 {
 	struct sockaddr_un sa = { .sun_family = AF_UNIX };

@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <vnicd.h>
@@ -77,6 +79,94 @@ static void memory_errors(struct vnicd_device *dev, struct vnicd_pd *pd)
 	for (size_t i = 0; big && i < 16384; i++)
 		EXPECT(big[i], 0);
 	EXPECT(vnicd_free(dev, big), 0);
+}
+
+static int own_file(int flags)
+{
+	int fd = memfd_create("own", MFD_CLOEXEC | flags);
+
+	if (fd < 0 || ftruncate(fd, 16384)) {
+		perror("memfd");
+		exit(3);
+	}
+	return fd;
+}
+
+static uint8_t *map(int fd, int flags)
+{
+	uint8_t *p = mmap(NULL, 16384, PROT_READ | PROT_WRITE, flags, fd, 0);
+
+	if (p == MAP_FAILED) {
+		perror("mmap");
+		exit(3);
+	}
+	return p;
+}
+
+static void share_errors(struct vnicd_device *dev, struct vnicd_pd *pd)
+{
+	int fd = own_file(MFD_ALLOW_SEALING), final = own_file(0), other = own_file(MFD_ALLOW_SEALING), read_only;
+	uint8_t *p = map(fd, MAP_SHARED), *private = map(fd, MAP_PRIVATE), *q = map(final, MAP_SHARED);
+	uint8_t *next = map(other, MAP_SHARED), heap[8192];
+	struct vnicd_mr *mr;
+	char path[64];
+	FILE *file = tmpfile();
+
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	read_only = open(path, O_RDONLY | O_CLOEXEC);
+	EXPECT(!file || read_only < 0, 0);
+	EXPECT(vnicd_share(dev, -1, 0, p, 16384), -EBADF);
+	EXPECT(vnicd_share(dev, fileno(file), 0, p, 4096), -EINVAL);
+	EXPECT(vnicd_share(dev, read_only, 0, p, 16384), -EINVAL);
+	EXPECT(vnicd_share(dev, final, 0, q, 16384), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 0, p, 100), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 0, p, 0), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 1, p, 4096), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 4096, p, 16384), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, UINT64_MAX - 4095, p, 8192), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 4096, p, 4096), -EINVAL); /* another offset */
+	EXPECT(vnicd_share(dev, fd, 0, q, 16384), -EINVAL);   /* another file */
+	EXPECT(vnicd_share(dev, fd, 0, heap, 4096), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 0, private, 16384), -EINVAL);
+	EXPECT(vnicd_share(dev, fd, 0, NULL, 4096), -EINVAL);
+	EXPECT(fcntl(fd, F_GET_SEALS), 0); /* it is as it was */
+	EXPECT(vnicd_reg_mr(pd, p, 4096, 0, &mr), -EINVAL);
+	EXPECT(vnicd_unshare(dev, p), -EINVAL);
+
+	EXPECT(vnicd_share(dev, fd, 0, p, 16384), 0);
+	EXPECT(vnicd_share(dev, fd, 0, p, 16384), -EINVAL); /* twice */
+	EXPECT(vnicd_free(dev, p), -EINVAL);
+	EXPECT(vnicd_reg_mr(pd, p, 16385, 0, &mr), -EINVAL);
+	EXPECT(vnicd_reg_mr(pd, p + 16384, 1, 0, &mr), -EINVAL);
+	EXPECT(vnicd_reg_mr(pd, p + 100, 16284, VNICD_ACCESS_LOCAL_WRITE, &mr), 0);
+	EXPECT(vnicd_unshare(dev, p), -EBUSY);
+	EXPECT(vnicd_unshare(dev, p + 4096), -EINVAL);
+	EXPECT(vnicd_share(dev, other, 0, next, 16384), 0);
+	EXPECT(vnicd_dereg_mr(mr), 0);
+	EXPECT(vnicd_unshare(dev, p), 0);
+	EXPECT(vnicd_unshare(dev, p), -EINVAL);
+	EXPECT(vnicd_reg_mr(pd, p, 4096, 0, &mr), -EINVAL);
+	EXPECT(vnicd_reg_mr(pd, next, 16384, 0, &mr), 0); /* the other one is as before */
+	for (int i = 0; i < 200; i++) {
+		int again = own_file(MFD_ALLOW_SEALING);
+		uint8_t *at = map(again, MAP_SHARED);
+
+		EXPECT(vnicd_share(dev, again, 0, at, 16384), 0);
+		close(again);
+		munmap(at, 16384);
+		EXPECT(vnicd_unshare(dev, at), 0);
+	}
+	EXPECT(vnicd_device_status(dev), 0);
+	EXPECT(vnicd_dereg_mr(mr), 0);
+	munmap(p, 16384);
+	munmap(private, 16384);
+	munmap(q, 16384);
+	munmap(next, 16384);
+	close(fd);
+	close(final);
+	close(other);
+	close(read_only);
+	fclose(file);
 }
 
 static void post_errors(struct vnicd_qp *qp, struct vnicd_mr *mr)
@@ -222,6 +312,7 @@ int main(int argc, char **argv)
 	EXPECT(vnicd_alloc_pd(dev, &pd), 0);
 	EXPECT(vnicd_alloc_pd(dev, &left), 0);
 	memory_errors(dev, pd);
+	share_errors(dev, pd);
 	qp_errors(dev, pd);
 	EXPECT(vnicd_free_pd(pd), 0);
 	address_errors(dev, left);

@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * One end of a connection for the tests: reads commands from standard input, a line each, and answers each by a line,
- * "ok ..." or "err CODE TEXT". Numbers are decimal, immediate data and memory in hexadecimal.
+ * "ok ..." or "err CODE TEXT". Numbers are decimal, immediate data and memory in hexadecimal. With the argument "share"
+ * its memory is of its own.
  */
 #include <inttypes.h>
 #include <poll.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <vnicd.h>
 
@@ -22,6 +26,25 @@ static struct vnicd_address *address;
 static uint32_t remote_qpn, remote_qkey;
 static uint8_t *buf;
 static size_t bytes;
+static bool share;
+
+/* The file's first page is not shared. */
+static uint8_t *own_memory(size_t n)
+{
+	int fd = memfd_create("own", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+	uint8_t *p;
+
+	n = (n + 4095) & ~(size_t)4095;
+	if (fd < 0 || ftruncate(fd, (off_t)n + 4096))
+		exit(3);
+	p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 4096);
+	if (p == MAP_FAILED)
+		exit(3);
+	if (vnicd_share(dev, fd, 4096, p, n))
+		p = NULL;
+	close(fd);
+	return p;
+}
 
 static int answer(int result)
 {
@@ -48,7 +71,7 @@ static void open_device(const char *path, const char *ip, size_t n)
 	if (!r)
 		r = vnicd_create_cq(dev, 64, 0, &cq);
 	if (!r) {
-		buf = vnicd_alloc(dev, n);
+		buf = share ? own_memory(n) : vnicd_alloc(dev, n);
 		r = buf ? 0 : -1;
 	}
 	if (!r)
@@ -239,10 +262,12 @@ static void dump(void)
 	free(text);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
 	char *line = NULL;
 	size_t room = 0;
+
+	share = argc > 1 && !strcmp(argv[1], "share");
 
 	while (getline(&line, &room, stdin) > 0) {
 		char path[256], ip[64];

@@ -67,3 +67,10 @@ func (d *Device) LastCommands() map[string]int {
 	}
 	return ops
 }
+
+// SharedRanges returns how many pieces of the program's own memory the driver counts as the device's.
+func (d *Device) SharedRanges() int {
+	d.shared.mu.Lock()
+	defer d.shared.mu.Unlock()
+	return len(d.shared.ranges)
+}

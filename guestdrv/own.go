@@ -62,7 +62,7 @@ func (s *sharedMemory) has(pa uint64) bool {
 // Nothing is copied, and the result is used as a Buffer of Alloc is: it can be registered, as a whole or in parts, and
 // a Pager can provide its pages. Its VA is data's address.
 //
-// f is a memory file: memfd_create with MFD_ALLOW_SEALING, also with huge pages. It must not have been shared before.
+// f is a memory file: memfd_create with MFD_ALLOW_SEALING. It must not have been shared before.
 // Offset and length are multiples of its pages. Share adds F_SEAL_SHRINK, and vnicd F_SEAL_FUTURE_WRITE: nobody can
 // take pages out of the file from then on, nor map it for writing again. vnicd counts the length as the application's
 // `memory`, and takes 63 files at a time.

@@ -194,6 +194,9 @@ func TestShareOften(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if n := h.SharedRanges(); n != 0 {
+		t.Errorf("%d pieces are shared after all were taken back", n)
+	}
 	f, data := ownMemory(t, 201*own)
 	if _, err := h.Share(f, 0, data); err == nil || !strings.Contains(err.Error(), "`memory`") {
 		t.Errorf("more than the application's memory: %v", err)

@@ -261,9 +261,14 @@ func (m *Machine) WaitReady(ctx context.Context) error {
 		case <-ctx.Done():
 		}
 	}
+	where := ""
+	select {
+	case <-m.done:
+	default:
+		where = "; processors: " + m.processors()
+	}
 	text, _ := os.ReadFile(m.Console())
-	return fmt.Errorf("qemu: VM %s is not ready: %w; processors: %s; console: %s", m.cfg.Name, err, m.processors(),
-		tail(string(text), 1500))
+	return fmt.Errorf("qemu: VM %s is not ready: %w%s; console: %s", m.cfg.Name, err, where, tail(string(text), 1500))
 }
 
 // processors says where the guest's processors are: one that hangs is at the same place twice.

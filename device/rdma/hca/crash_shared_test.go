@@ -16,7 +16,6 @@ type sharing struct {
 	g            *guest // the one whose process ends
 	cq           *tcq   // shared
 	x, y, px, py *tqp
-	data, key    [2]uint64 // of either guest: address and key of its memory
 
 	at, meanwhile int  // the point, and how many of the other engine's follow it
 	points        int  // passed
@@ -54,10 +53,6 @@ func newSharing(t *testing.T, at, meanwhile int) *sharing {
 	for _, p := range [][2]*tqp{{s.x, s.px}, {s.y, s.py}} {
 		p[0].connectRC(p[1])
 		p[1].connectRC(p[0])
-	}
-	for i, g := range s.w.guests {
-		data := g.alloc(4096)
-		s.data[i], s.key[i] = uint64(data), uint64(g.mr(1, data, 4096, abi.AccessLocalWrite|remoteAll))
 	}
 	return s
 }

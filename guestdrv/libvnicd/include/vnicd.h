@@ -137,7 +137,7 @@ int vnicd_free(struct vnicd_device *dev, void *buf);
 /*
  * Gives the device memory that the program has made itself: length bytes at addr, where the program has mapped the
  * memory file fd from offset on (MAP_SHARED, for reading and writing). Nothing is copied; regions are registered in
- * it as in memory of vnicd_alloc. The file is one of memfd_create with MFD_ALLOW_SEALING, also with huge pages, that
+ * it as in memory of vnicd_alloc. The file is one of memfd_create with MFD_ALLOW_SEALING that
  * has not been shared before; offset and length are multiples of its pages. The library adds F_SEAL_SHRINK, and vnicd
  * F_SEAL_FUTURE_WRITE: nobody can take pages out of the file from then on, nor map it for writing again. fd may be
  * closed afterwards. vnicd counts the length as the application's `memory`, and takes 63 files at a time. After a

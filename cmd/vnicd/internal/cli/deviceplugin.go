@@ -21,17 +21,17 @@ func (a *app) devicePluginCmd() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "device-plugin",
 		Short: "Offer the host applications to the pods of a Kubernetes node",
-		Long: `Registers with the node's kubelet as a device plugin (API version ` + deviceplugin.APIVersion + `), and runs until
-it is ended by SIGTERM. Each network with applications is a resource of the node,
+		Long: `Registers with the node's kubelet as a device plugin (API version ` + deviceplugin.APIVersion + `),
+and runs until it is ended by SIGTERM. Each network with applications is a resource of the node,
 ` + deviceplugin.Domain + `/NETWORK, and each of its applications one device of that: a container that asks for
 
     resources: {limits: {` + deviceplugin.Domain + `/blue: 1}}
 
 has an application of network blue for itself. The container gets the directory ` + cdiContainerDir + `
-with the application's socket, ` + config.AppSocket + `, and nothing else of vnicd, and the variable ` + guestdrv.SocketVariable + `
-with the socket's path; programs with guestdrv or libvnicd use it if they name no other one.
-It can have one application. A device does not give the right to open the socket, which
-user, group and socket-mode in vnicd.yaml(5) do.
+with the application's socket, ` + config.AppSocket + `, and nothing else of vnicd, and the variable
+` + guestdrv.SocketVariable + ` with the socket's path; programs with guestdrv or libvnicd use it if they name
+no other one. It can have one application. A device does not give the right to open the
+socket, which user, group and socket-mode in vnicd.yaml(5) do.
 
 The devices follow the applications of the running vnicd, and wait for a vnicd or kubelet
 that restarts. If vnicd does not answer for 30 s, they are unhealthy: pods that run keep

@@ -114,7 +114,7 @@ func (r *runner) look(ctx context.Context) error {
 		}
 		err = fmt.Errorf("its applications are unhealthy now: %w", err)
 	}
-	r.say("vnicd does not answer", err)
+	r.say("cannot learn the applications of vnicd", err)
 	for _, network := range slices.Sorted(maps.Keys(r.servers)) {
 		s := r.servers[network]
 		is, err := s.registered()

@@ -306,7 +306,7 @@ func TestNoAnswer(t *testing.T) {
 	k.devices("vnicd.io/blue", "blue1 Unhealthy, blue2 Unhealthy")
 	p.set(nil, blue2)
 	k.devices("vnicd.io/blue", "blue2 Healthy")
-	p.logged(t, "no longer: vnicd does not answer")
+	p.logged(t, "no longer: cannot learn the applications of vnicd")
 }
 
 // A name that Kubernetes does not permit leaves its network out, and no other one.

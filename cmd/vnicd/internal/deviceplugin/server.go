@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -60,11 +61,7 @@ func (s *server) setUnhealthy() {
 func (s *server) change(dirs map[string]string, unhealthy bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	same := s.unhealthy == unhealthy && len(s.dirs) == len(dirs)
-	for name, dir := range dirs {
-		same = same && s.dirs[name] == dir
-	}
-	if same {
+	if s.unhealthy == unhealthy && maps.Equal(s.dirs, dirs) {
 		return
 	}
 	s.dirs, s.unhealthy = dirs, unhealthy
@@ -87,15 +84,9 @@ func (s *server) devices() (*api.ListAndWatchResponse, <-chan struct{}) {
 	if s.unhealthy {
 		health = api.Unhealthy
 	}
-	for name := range s.dirs {
+	for _, name := range slices.Sorted(maps.Keys(s.dirs)) {
 		r.Devices = append(r.Devices, &api.Device{ID: name, Health: health})
 	}
-	slices.SortFunc(r.Devices, func(a, b *api.Device) int {
-		if a.ID < b.ID {
-			return -1
-		}
-		return 1
-	})
 	return r, s.changed
 }
 

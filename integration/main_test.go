@@ -92,7 +92,7 @@ func makeLab(t *testing.T, module bool) (*lab.Lab, context.Context) {
 	t.Cleanup(cancel)
 	// A test that ends itself tells more than one that `go test -timeout` ends.
 	if end, ok := t.Deadline(); ok {
-		ctx, cancel = context.WithDeadline(ctx, end.Add(-2*time.Minute))
+		ctx, cancel = context.WithDeadline(ctx, end.Add(-min(2*time.Minute, time.Until(end)/10)))
 		t.Cleanup(cancel)
 	}
 	l, err := lab.New(ctx, os.Stderr, module)

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -51,7 +52,7 @@ func decode(b []byte) (i identity, err error) {
 
 // exchange connects to the server, or waits for a client, and receives the peer's identity. ready completes the
 // exchange.
-func exchange(ctx context.Context, o options, mine identity) (_ net.Conn, theirs identity, err error) {
+func exchange(ctx context.Context, o options, mine identity) (_ *net.TCPConn, theirs identity, err error) {
 	conn, err := dial(ctx, o)
 	if err != nil {
 		return nil, theirs, err
@@ -93,10 +94,25 @@ func ready(conn net.Conn, o options, mine identity) error {
 	return nil
 }
 
-func dial(ctx context.Context, o options) (net.Conn, error) {
+// leave waits until the peer has what it waited for, too: the acknowledgement of its last message may be lost, and a QP
+// that is destroyed repeats none. ibv_rc_pingpong has closed its side of the TCP connection long before.
+func leave(conn *net.TCPConn) error {
+	if err := conn.CloseWrite(); err != nil {
+		return err
+	}
+	switch n, err := conn.Read(make([]byte, 1)); {
+	case n != 0:
+		return errors.New("the other end sent more than its identity")
+	case err != io.EOF:
+		return fmt.Errorf("the other end did not finish: %w", err)
+	}
+	return nil
+}
+
+func dial(ctx context.Context, o options) (*net.TCPConn, error) {
 	if o.peer != "" {
 		var d net.Dialer
-		return d.DialContext(ctx, "tcp", net.JoinHostPort(o.peer, strconv.Itoa(o.port)))
+		return tcp(d.DialContext(ctx, "tcp", net.JoinHostPort(o.peer, strconv.Itoa(o.port))))
 	}
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", ":"+strconv.Itoa(o.port))
@@ -106,5 +122,12 @@ func dial(ctx context.Context, o options) (net.Conn, error) {
 	defer l.Close()
 	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
 	fmt.Println("waiting for a client on", l.Addr())
-	return l.Accept()
+	return tcp(l.Accept())
+}
+
+func tcp(conn net.Conn, err error) (*net.TCPConn, error) {
+	if err != nil {
+		return nil, err
+	}
+	return conn.(*net.TCPConn), nil
 }

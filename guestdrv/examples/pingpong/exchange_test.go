@@ -1,9 +1,11 @@
 package main
 
 import (
+	"net"
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/guestdrv"
 )
@@ -24,5 +26,37 @@ func TestIdentity(t *testing.T) {
 		if got, err := decode([]byte(bad)); err == nil {
 			t.Errorf("%q is %+v", bad, got)
 		}
+	}
+}
+
+// An end that has all it waited for stays until the other has: its last acknowledgement may have to be repeated.
+func TestLeaveTogether(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	first, err := tcp(net.Dial("tcp", l.Addr().String()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer first.Close()
+	last, err := tcp(l.Accept())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer last.Close()
+	left := make(chan error, 1)
+	go func() { left <- leave(first) }()
+	select {
+	case err := <-left:
+		t.Fatalf("left alone: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	if err := leave(last); err != nil {
+		t.Error(err)
+	}
+	if err := <-left; err != nil {
+		t.Error(err)
 	}
 }

@@ -71,6 +71,7 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
 	fmt.Println("remote: ", theirs)
 	// The GID is an IP address, from which the network finds the MAC.
 	path, err := e.dev.Resolve(ctx, theirs.gid, 0)
@@ -93,7 +94,7 @@ func run(ctx context.Context, o options) error {
 	total := 2 * float64(o.n) * float64(o.size)
 	fmt.Printf("%.0f bytes in %.2f seconds = %.2f Mbit/sec\n", total, d.Seconds(), total*8/1e6/d.Seconds())
 	fmt.Printf("%d iters in %.2f seconds = %.2f usec/iter\n", o.n, d.Seconds(), float64(d.Microseconds())/float64(o.n))
-	return nil
+	return leave(conn)
 }
 
 // end is this program's end of the connection: a buffer to send from and one to receive into.

@@ -2,6 +2,7 @@ package guestdrv
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -105,6 +106,10 @@ func (d *Device) Share(f *os.File, offset int64, data []byte) (*Buffer, error) {
 	}
 	r := frontend.Range{PA: pa, Size: uint64(len(data))}
 	if err := d.fe.AddMemory(r, fd, uint64(offset)); err != nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) { // vnicd may take it later: nothing else gets its place
+			s.next = behind(r)
+			s.ranges = append(s.ranges, r)
+		}
 		return nil, fmt.Errorf("sharing %d bytes of %s: %w; vnicd's log has the reason, such as the application's `memory`",
 			len(data), f.Name(), err)
 	}

@@ -37,9 +37,13 @@ type Client struct {
 	mu    sync.Mutex // one request and its reply at a time
 	t     *vhostuser.Transport
 	reply vhostuser.Message
-	ack   bool // REPLY_ACK was negotiated
-	given bool // GET_MEMORY was sent; see recv
+	ack   bool                // REPLY_ACK was negotiated
+	given bool                // GET_MEMORY was sent; see recv
+	owed  []vhostuser.Request // not answered in time, oldest first: their replies still come before later ones
 }
+
+// maxOwed bounds how many replies a back end may owe before it is asked nothing more.
+const maxOwed = 8
 
 // Dial connects to a back end's socket.
 func Dial(ctx context.Context, path string) (*Client, error) {
@@ -78,6 +82,9 @@ func (c *Client) Do(req vhostuser.Request, hasReply bool, body []byte, fds ...in
 func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds ...int) (b []byte, fd int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if len(c.owed) == maxOwed {
+		return nil, -1, fmt.Errorf("frontend: %v: the back end owes %d replies, to %v first", req, maxOwed, c.owed[0])
+	}
 	h := vhostuser.Header{Request: req, Flags: vhostuser.FlagVersion}
 	if c.ack && !hasReply {
 		h.Flags |= vhostuser.FlagNeedReply
@@ -90,6 +97,9 @@ func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds
 		return nil, -1, nil
 	}
 	err = c.recv(req)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		c.owed = append(c.owed, req)
+	}
 	if errors.Is(err, io.EOF) {
 		return nil, -1, fmt.Errorf("%w after %v", ErrClosed, req)
 	}
@@ -112,19 +122,29 @@ func (c *Client) exchange(req vhostuser.Request, hasReply bool, body []byte, fds
 	return nil, -1, nil
 }
 
-// recv receives the reply to req. A back end that was killed meanwhile may have replied to GET_MEMORY twice: the second
-// reply is dropped.
+// recv receives the reply to req. Replies that are owed come before it and are dropped, and so is a second one to
+// GET_MEMORY, by a back end that was killed meanwhile.
 func (c *Client) recv(req vhostuser.Request) error {
 	for {
+		want := req
+		if len(c.owed) > 0 {
+			want = c.owed[0]
+		}
 		err := c.t.Recv(&c.reply, func(h vhostuser.Header) error {
 			second := c.given && h.Request == vhostuser.ReqGetMemory
-			if h.Request != req && !second || h.Flags&vhostuser.FlagReply == 0 {
-				return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, req, h.Flags)
+			if h.Request != want && !second || h.Flags&vhostuser.FlagReply == 0 {
+				return fmt.Errorf("frontend: %v in reply to %v (flags %#x)", h.Request, want, h.Flags)
 			}
 			return nil
 		})
-		if err != nil || c.reply.Request == req {
+		switch {
+		case err != nil:
 			return err
+		case c.reply.Request != want: // GET_MEMORY's second
+		case len(c.owed) > 0:
+			c.owed = c.owed[1:]
+		default:
+			return nil
 		}
 		c.reply.Close()
 	}

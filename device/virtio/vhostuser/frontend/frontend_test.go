@@ -340,6 +340,53 @@ func TestBadReplies(t *testing.T) {
 	}
 }
 
+// TestLateReplies: the reply to a request that was given up is not taken for that to a later one.
+func TestLateReplies(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[0])
+	say := func(r vhostuser.Request, n uint64) {
+		t.Helper()
+		h := vhostuser.Header{Request: r, Flags: vhostuser.FlagVersion | vhostuser.FlagReply, Size: 8}
+		if _, err := unix.Write(fds[0], vhostuser.AppendU64(h.Append(nil), n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := NewClient(fileConn(t, fds[1]))
+	defer c.Close()
+	c.SetPatience(20 * time.Millisecond)
+	giveUp := func() {
+		t.Helper()
+		if n, err := c.GetFeatures(); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal(n, err)
+		}
+	}
+	for round := range uint64(3) {
+		giveUp()
+		giveUp()
+		say(vhostuser.ReqGetFeatures, 10*round+1)
+		say(vhostuser.ReqGetFeatures, 10*round+2)
+		say(vhostuser.ReqGetFeatures, 10*round+3)
+		if n, err := c.GetFeatures(); n != 10*round+3 || err != nil {
+			t.Errorf("%d, %v, want the latest reply, %d", n, err, 10*round+3)
+		}
+	}
+	giveUp()
+	say(vhostuser.ReqGetFeatures, 1)
+	say(vhostuser.ReqGetQueueNum, 7)
+	if n, err := c.QueueNum(); n != 7 || err != nil {
+		t.Errorf("%d queues, %v, want 7", n, err)
+	}
+	for range maxOwed {
+		giveUp()
+	}
+	if _, err := c.GetFeatures(); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("with %d replies owed: %v", maxOwed, err)
+	}
+}
+
 func fileConn(t *testing.T, fd int) *net.UnixConn {
 	t.Helper()
 	f := os.NewFile(uintptr(fd), "socket")

@@ -1,13 +1,16 @@
 package libvnicd_test
 
 import (
+	"errors"
 	"io"
 	"net"
+	"path/filepath"
 	"sync"
 	"syscall"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/virtio/vhostuser"
+	"github.com/vnicd/vnicd/guestdrv/internal/rig"
 )
 
 // hostile is a server that is not a vnicd, and the error that vnicd_open then gives.
@@ -83,4 +86,60 @@ func hostileServers() map[string]hostile {
 			return reply(h.Request, good, 4, make([]byte, 4))
 		}},
 	}
+}
+
+// TestOutOfStep: the device is unusable from a wrong reply on. A later one might be taken for the reply to another
+// request: memory would be thought shared, or taken back, that is not.
+func TestOutOfStep(t *testing.T) {
+	n := rig.New(t, 1)
+	path := filepath.Join(t.TempDir(), "between")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	t.Cleanup(func() { _ = l.Close(); wg.Wait() })
+	wg.Go(func() {
+		front, err := l.Accept()
+		if err != nil {
+			return
+		}
+		back, err := net.Dial("unix", n.Hosts[0].Path)
+		if err != nil {
+			t.Error(err)
+			_ = front.Close()
+			return
+		}
+		between(front.(*net.UnixConn), back.(*net.UnixConn))
+	})
+	run(t, build(t, "outofstep", ""), path)
+}
+
+// between passes messages on, but for the replies to all ADD_MEM_REG after the first, which become others.
+func between(front, back *net.UnixConn) {
+	f, b := vhostuser.NewTransport(front), vhostuser.NewTransport(back)
+	pass := func(from, to *vhostuser.Transport, change func(*vhostuser.Header)) {
+		defer func() { _ = to.CloseWrite() }()
+		var m vhostuser.Message
+		for from.Recv(&m, func(vhostuser.Header) error { return nil }) == nil {
+			change(&m.Header)
+			err := to.Send(m.Header, m.Body, m.FDs...)
+			m.Close()
+			if err != nil {
+				return
+			}
+		}
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { pass(f, b, func(*vhostuser.Header) {}) })
+	added := 0
+	pass(b, f, func(h *vhostuser.Header) {
+		if h.Request == vhostuser.ReqAddMemReg {
+			if added++; added > 1 {
+				h.Request = vhostuser.ReqSetOwner
+			}
+		}
+	})
+	wg.Wait()
+	_ = errors.Join(f.Close(), b.Close())
 }

@@ -143,6 +143,15 @@ static void drop(struct memory *m, struct piece *own)
 	free(own);
 }
 
+/* A request without a reply may still be executed, and its late reply would be taken for that to the next one. */
+static int in_step(struct vnicd_device *dev, int err)
+{
+	if (!err || !dev->vhost.out_of_step)
+		return err;
+	device_fail(dev, err, "sharing memory: %s", vnicd_error());
+	return device_check(dev);
+}
+
 EXPORT int vnicd_share(struct vnicd_device *dev, int fd, uint64_t offset, void *addr, size_t length)
 {
 	struct memory *m = &dev->mem;
@@ -175,7 +184,7 @@ EXPORT int vnicd_share(struct vnicd_device *dev, int fd, uint64_t offset, void *
 		free(own);
 		return set_error_text(-ENOMEM, "no room among the device's addresses");
 	}
-	err = vhost_add_memory(&dev->vhost, own->pa, own->size, offset, fd, now_ms() + dev->timeout_ms);
+	err = in_step(dev, vhost_add_memory(&dev->vhost, own->pa, own->size, offset, fd, now_ms() + dev->timeout_ms));
 	if (err) {
 		drop(m, own);
 		return err;
@@ -203,7 +212,7 @@ EXPORT int vnicd_unshare(struct vnicd_device *dev, void *addr)
 	pthread_mutex_unlock(&m->lock);
 	if (err)
 		return err;
-	err = vhost_remove_memory(&dev->vhost, own->pa, own->size, now_ms() + dev->timeout_ms);
+	err = in_step(dev, vhost_remove_memory(&dev->vhost, own->pa, own->size, now_ms() + dev->timeout_ms));
 	if (err) {
 		pthread_mutex_lock(&m->lock);
 		own->usable = true;

@@ -161,11 +161,17 @@ static int exchange(struct vhost *v, uint32_t request, const void *body, uint32_
 	uint64_t code = 0;
 	int err, fd, dropped = 0;
 
+	if (v->out_of_step)
+		return set_error_text(-ENODEV, "vnicd owes the reply to an earlier vhost-user message");
+	v->out_of_step = true;
 	err = send_message(v->fd, request, VHOST_USER_VERSION | (v->ack && !reply ? VHOST_USER_NEED_REPLY : 0), body,
-		size,
-			   pass, deadline);
-	if (err || (!reply && !v->ack))
+			   size, pass, deadline);
+	if (err)
 		return err;
+	if (!reply && !v->ack) {
+		v->out_of_step = false;
+		return 0;
+	}
 	v->given |= request == VHOST_USER_GET_MEMORY;
 	for (;; dropped++) {
 		fd = -1;
@@ -186,6 +192,7 @@ static int exchange(struct vhost *v, uint32_t request, const void *body, uint32_
 		if (h.request != VHOST_USER_GET_MEMORY || !v->given || dropped)
 			return set_error(-EPROTO, "reply to request %u in place of %u", h.request, request);
 	}
+	v->out_of_step = false;
 	if (reply_fd) {
 		*reply_fd = fd;
 	} else if (fd >= 0) {
@@ -202,8 +209,7 @@ static int exchange(struct vhost *v, uint32_t request, const void *body, uint32_
 			*reply_fd = -1;
 		}
 		return set_error(-EPROTO, "vnicd refused vhost-user request %u: reply of %u bytes, expected %u",
-			request,
-				 h.size, reply_size);
+				 request, h.size, reply_size);
 	}
 	memcpy(reply, &buf, reply_size);
 	return 0;

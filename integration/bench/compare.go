@@ -73,20 +73,12 @@ type compareHead struct {
 
 // compareLine is the JSON of a row that both commits have.
 type compareLine struct {
-	Row              string    `json:"row"`
-	Unit             string    `json:"unit"`
-	Base             float64   `json:"base"`
-	Head             float64   `json:"head"`
-	Ratio            *float64  `json:"ratio,omitempty"`
-	Low              *float64  `json:"low,omitempty"`
-	High             *float64  `json:"high,omitempty"`
-	Confidence       float64   `json:"confidence"`
-	Change           change    `json:"change"`
+	Row  string `json:"row"`
+	Unit string `json:"unit"`
+	compared
 	AnchorRatio      *float64  `json:"anchor_ratio,omitempty"`
 	AnchorLow        *float64  `json:"anchor_low,omitempty"`
 	AnchorHigh       *float64  `json:"anchor_high,omitempty"`
-	BaseRounds       []float64 `json:"base_rounds"`
-	HeadRounds       []float64 `json:"head_rounds"`
 	BaseAnchorRounds []float64 `json:"base_anchor_rounds,omitempty"`
 	HeadAnchorRounds []float64 `json:"head_anchor_rounds,omitempty"`
 
@@ -95,7 +87,12 @@ type compareLine struct {
 
 // stateLine compares the turns that had figures in one state of the cores.
 type stateLine struct {
-	State      string    `json:"state"`
+	State string `json:"state"`
+	compared
+}
+
+// compared is what the figures of pairs of turns are, and say.
+type compared struct {
 	Base       float64   `json:"base"`
 	Head       float64   `json:"head"`
 	Ratio      *float64  `json:"ratio,omitempty"`
@@ -129,14 +126,21 @@ func (c *comparer) printf(format string, args ...any) {
 
 func (c *comparer) json(v any) { c.err = errors.Join(c.err, c.enc.Encode(v)) }
 
+// compare compares the figures of pairs of turns and prints them below name.
+func (c *comparer) compare(name, unit string, base, head []float64, higher bool, control string) compared {
+	r := compareRounds(base, head, higher)
+	f := compared{
+		Base: median(base), Head: median(head), Ratio: finiteOnly(r.Ratio), Low: finiteOnly(r.Low),
+		High: finiteOnly(r.High), Confidence: r.Confidence, Change: r.Change, BaseRounds: base, HeadRounds: head,
+	}
+	c.printf(compareFormat, name, unit, number(f.Base), number(f.Head), times(finite(r.Ratio)), span(r.interval),
+		r.Change, control)
+	return f
+}
+
 // add reports a row that was measured in turns.
 func (c *comparer) add(t *turns) {
-	r := compareRounds(t.base.ours, t.head.ours, higherIsBetter(t.unit))
-	l := compareLine{
-		Row: t.row, Unit: t.unit, Base: median(t.base.ours), Head: median(t.head.ours), Ratio: finiteOnly(r.Ratio),
-		Low: finiteOnly(r.Low), High: finiteOnly(r.High), Confidence: r.Confidence, Change: r.Change,
-		BaseRounds: t.base.ours, HeadRounds: t.head.ours,
-	}
+	l := compareLine{Row: t.row, Unit: t.unit}
 	control := ""
 	if n := len(t.base.ours); len(t.base.anchor) == n && len(t.head.anchor) == n {
 		a := compareRounds(t.base.anchor, t.head.anchor, true)
@@ -144,21 +148,13 @@ func (c *comparer) add(t *turns) {
 		l.BaseAnchorRounds, l.HeadAnchorRounds = t.base.anchor, t.head.anchor
 		control = span(a.interval)
 	}
-	c.printf(compareFormat, t.row, t.unit, number(l.Base), number(l.Head), times(finite(r.Ratio)), span(r.interval),
-		r.Change, control)
+	higher := higherIsBetter(t.unit)
+	l.compared = c.compare(t.row, t.unit, t.base.ours, t.head.ours, higher, control)
 	for _, state := range []string{coresNear, coresFar} {
-		base, head := t.inState(state)
-		if len(base) == 0 {
-			continue
+		if base, head := t.inState(state); len(base) > 0 {
+			f := c.compare("  "+state, fmt.Sprintf("%d pairs", len(base)), base, head, higher, "")
+			l.States = append(l.States, stateLine{state, f})
 		}
-		r := compareRounds(base, head, higherIsBetter(t.unit))
-		s := stateLine{
-			State: state, Base: median(base), Head: median(head), Ratio: finiteOnly(r.Ratio), Low: finiteOnly(r.Low),
-			High: finiteOnly(r.High), Confidence: r.Confidence, Change: r.Change, BaseRounds: base, HeadRounds: head,
-		}
-		c.printf(compareFormat, "  "+state, fmt.Sprintf("%d pairs", len(base)), number(s.Base), number(s.Head),
-			times(finite(r.Ratio)), span(r.interval), r.Change, "")
-		l.States = append(l.States, s)
 	}
 	c.json(l)
 }

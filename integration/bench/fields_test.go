@@ -110,9 +110,12 @@ func TestWrittenFieldsAreDescribed(t *testing.T) {
 	}
 }
 
-// jsonFields returns the JSON names of a struct's fields.
+// jsonFields returns the JSON names of a struct's fields, those of embedded structs included.
 func jsonFields(v any) (names []string) {
-	for f := range reflect.TypeOf(v).Fields() {
+	for _, f := range reflect.VisibleFields(reflect.TypeOf(v)) {
+		if f.Anonymous {
+			continue
+		}
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
 		names = append(names, name)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
@@ -155,6 +156,46 @@ func TestShareOnDemand(t *testing.T) {
 	expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
 	if !bytes.Equal(buf.Bytes(), data) {
 		t.Error("data differ")
+	}
+}
+
+// Huge pages are shared as others are; offset and length are multiples of theirs.
+func TestShareHugePages(t *testing.T) {
+	const huge = 2 << 20
+	testutil.HugePages(t, 3)
+	r := newRig(t, rigConfig{untrusted: true})
+	ha, hb := r.hosts[0], r.hosts[1]
+	f := newMemfd(t, 3*huge, unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB|unix.MFD_HUGE_2MB)
+	data := mapFile(t, f, huge, 2*huge, unix.MAP_SHARED)
+	for _, c := range []struct {
+		offset int64
+		data   []byte
+	}{{huge + page, data[page:]}, {huge, data[:huge+page]}} {
+		_, err := hb.Share(f, c.offset, c.data)
+		if !errors.Is(err, guestdrv.ErrInvalid) || !strings.Contains(err.Error(), "multiples of 2097152") {
+			t.Errorf("%d bytes at offset %d: %v", len(c.data), c.offset, err)
+		}
+	}
+	own, err := hb.Share(f, huge, data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mr, err := hb.pd.Register(bg, own, allAccess)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, _ := connect(t, ha, hb, qpDefaults(), faulty)
+	buf, local := ha.region(t, 64*page, guestdrv.AccessLocalWrite)
+	for i, at := range []int{0, huge - 32*page - 5, 2*huge - 64*page} { // also from one huge page to the next
+		fill(buf.Bytes(), uint64(i))
+		postOwn(t, a, guestdrv.NewWrite(1, mr.Remote(at), local.SGE(0, 64*page)).With(guestdrv.SendSignaled))
+		expect(t, a.scq, 1, guestdrv.WCSuccess, guestdrv.WCOpRDMAWrite)
+		if !bytes.Equal(buf.Bytes(), data[at:at+64*page]) {
+			t.Errorf("WRITE at %d: data differ", at)
+		}
+	}
+	if err := errors.Join(mr.Close(), own.Close()); err != nil {
+		t.Fatal(err)
 	}
 }
 

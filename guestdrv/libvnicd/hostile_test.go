@@ -1,7 +1,6 @@
 package libvnicd_test
 
 import (
-	"errors"
 	"io"
 	"net"
 	"path/filepath"
@@ -20,8 +19,8 @@ type hostile struct {
 	answer func(h vhostuser.Header) []byte // to a request; nil: closes the connection
 }
 
-// serve listens on path until the test ends.
-func (c hostile) serve(t *testing.T, path string) {
+// accept serves the first connection to path, until the test ends.
+func accept(t *testing.T, path string, serve func(*net.UnixConn)) {
 	t.Helper()
 	l, err := net.Listen("unix", path)
 	if err != nil {
@@ -30,11 +29,17 @@ func (c hostile) serve(t *testing.T, path string) {
 	var wg sync.WaitGroup
 	t.Cleanup(func() { _ = l.Close(); wg.Wait() })
 	wg.Go(func() {
-		conn, err := l.Accept()
-		if err != nil {
-			return
+		if conn, err := l.Accept(); err == nil {
+			defer conn.Close()
+			serve(conn.(*net.UnixConn))
 		}
-		defer conn.Close()
+	})
+}
+
+// serve listens on path until the test ends.
+func (c hostile) serve(t *testing.T, path string) {
+	t.Helper()
+	accept(t, path, func(conn *net.UnixConn) {
 		for {
 			var b [vhostuser.HeaderSize]byte
 			if _, err := io.ReadFull(conn, b[:]); err != nil {
@@ -93,24 +98,13 @@ func hostileServers() map[string]hostile {
 func TestOutOfStep(t *testing.T) {
 	n := rig.New(t, 1)
 	path := filepath.Join(t.TempDir(), "between")
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	t.Cleanup(func() { _ = l.Close(); wg.Wait() })
-	wg.Go(func() {
-		front, err := l.Accept()
-		if err != nil {
-			return
-		}
+	accept(t, path, func(front *net.UnixConn) {
 		back, err := net.Dial("unix", n.Hosts[0].Path)
 		if err != nil {
 			t.Error(err)
-			_ = front.Close()
 			return
 		}
-		between(front.(*net.UnixConn), back.(*net.UnixConn))
+		between(front, back.(*net.UnixConn))
 	})
 	run(t, build(t, "outofstep", ""), path)
 }
@@ -141,5 +135,5 @@ func between(front, back *net.UnixConn) {
 		}
 	})
 	wg.Wait()
-	_ = errors.Join(f.Close(), b.Close())
+	_ = b.Close()
 }

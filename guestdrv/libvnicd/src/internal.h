@@ -131,7 +131,7 @@ int queue_get(struct queue *q, uint16_t *head, uint32_t *written); /* 1: a chain
 struct vhost {
 	int fd, back;           /* the connection; the back end's own channel, or -1 */
 	bool ack, given;        /* REPLY_ACK negotiated; GET_MEMORY sent */
-	atomic_bool out_of_step; /* the last request's reply did not come as it should: there are no more */
+	bool out_of_step;       /* a request's reply has not come as it should: no more are sent; true meanwhile */
 	uint64_t features, proto;
 	uint32_t num_queues;    /* that the back end has */
 	pthread_mutex_t lock;   /* a request and its reply at a time */

@@ -146,7 +146,14 @@ static void drop(struct memory *m, struct piece *own)
 /* A request without a reply may still be executed, and its late reply would be taken for that to the next one. */
 static int in_step(struct vnicd_device *dev, int err)
 {
-	if (!err || !dev->vhost.out_of_step)
+	bool lost;
+
+	if (!err)
+		return 0;
+	pthread_mutex_lock(&dev->vhost.lock); /* of another thread's request it is known when that is over */
+	lost = dev->vhost.out_of_step;
+	pthread_mutex_unlock(&dev->vhost.lock);
+	if (!lost)
 		return err;
 	device_fail(dev, err, "sharing memory: %s", vnicd_error());
 	return device_check(dev);

@@ -65,7 +65,7 @@ func NewClient(c *net.UnixConn) *Client {
 // Close closes the connection. It may be called twice.
 func (c *Client) Close() error { return c.t.Close() }
 
-// SetPatience sets how long to wait for a reply. It is called before the first request.
+// SetPatience sets how long to wait for a reply; one that comes later is dropped. Call it before the first request.
 func (c *Client) SetPatience(d time.Duration) { c.t.Patience = d }
 
 // Finish tells the back end that no more messages follow; it then disconnects the device.

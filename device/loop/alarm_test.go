@@ -43,6 +43,45 @@ func TestAlarm(t *testing.T) {
 	}
 }
 
+// An alarm is worth its cost when it was not set for a while: the longer, the more setting it costs.
+func TestAlarmAffordable(t *testing.T) {
+	a, err := newAlarm()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(a.fd)
+	now := Monotonic()
+	want := func(deadline, want time.Duration) {
+		t.Helper()
+		if got := a.affordable(now + int64(deadline)); got != now+int64(want) {
+			t.Errorf("affordable in %v, want %v", time.Duration(got-now), want)
+		}
+	}
+	want(time.Microsecond, time.Microsecond)
+	for i := range 100 {
+		now = Monotonic()
+		if err := a.by(now+soon-int64(i)*1e3, now); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a.cost <= 0 || a.cost > maxCost {
+		t.Errorf("setting it takes %d ns", a.cost)
+	}
+	now, a.cost = a.setAt, 5e3
+	want(time.Microsecond, time.Millisecond)
+	want(time.Hour, time.Hour)
+	if err := a.by(now+soon, now+1e3); err != nil { // which leaves it as it is
+		t.Fatal(err)
+	}
+	want(time.Microsecond, time.Millisecond)
+	if err := a.by(now+1, now-10e6); err != nil { // the loop was interrupted
+		t.Fatal(err)
+	}
+	if a.cost > 6e3 {
+		t.Errorf("an interruption of 10 ms made it %d ns", a.cost)
+	}
+}
+
 // Timers of a loop that sleeps come one after the other, also those that are armed before an alarm that is set.
 func TestTimersWakeLoop(t *testing.T) {
 	l := startLoop(t, Config{})

@@ -471,6 +471,9 @@ func (q *qp) ArmTimer(deadline int64) {
 	q.arm()
 }
 
+// Affordable implements roce.Adapter.
+func (q *qp) Affordable(deadline int64) int64 { return q.engine.loop.Affordable(deadline) }
+
 // arm sets the timer to the earliest deadline.
 func (q *qp) arm() {
 	at := q.deadline

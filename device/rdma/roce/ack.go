@@ -154,7 +154,7 @@ func (q *QP) advanceUna(start uint64) {
 	q.recovery.measureRTT(q.req.una, q.now)
 	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes, q.recovery.returned = 0, 0, 0, false
 	if q.req.nxt > q.req.una {
-		q.recovery.arm(q.now, q.attr.RetryCnt)
+		q.armRetransmit()
 	}
 	q.recovery.cwnd.OnAck(q.req.una, n)
 	q.completeManaged()

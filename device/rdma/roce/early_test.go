@@ -107,6 +107,25 @@ func TestEarlyProbeInVain(t *testing.T) {
 	}
 }
 
+func (n *node) Affordable(at int64) int64 { return max(at, n.poor) }
+
+// While alarms cost too much the early probe waits, and is still earlier than others.
+func TestEarlyProbeAffordable(t *testing.T) {
+	f, a, _ := withRTT(t, false)
+	f.loss = func(*wire.RoCE) bool { return true }
+	var sent []int64
+	a.onTx = func(*wire.RoCE, []byte) bool { sent = append(sent, f.now); return false }
+	a.poor = f.now + 2e6
+	a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	f.until("two transmissions", 1e9, func() bool { return len(sent) == 2 })
+	if sent[1] < a.poor || sent[1] > a.poor+earlyMin {
+		t.Errorf("sent again after %d us", (sent[1]-sent[0])/1e3)
+	}
+	if s := a.q.Stats(); s.Timeouts != 0 || a.q.recovery.probes != 0 {
+		t.Errorf("%d timeouts, %d counted probes", s.Timeouts, a.q.recovery.probes)
+	}
+}
+
 // A peer that does not answer gets one early probe.
 func TestEarlyProbeOnce(t *testing.T) {
 	f, a, _ := withRTT(t, false)

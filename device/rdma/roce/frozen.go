@@ -126,7 +126,7 @@ func (q *QP) Thaw(now int64) {
 			q.goBack()
 		} else {
 			l.rtxAt = 0
-			l.arm(now, q.attr.RetryCnt)
+			q.armRetransmit()
 		}
 	}
 	if q.resp.stallUntil != 0 { // of a response during the pause

@@ -8,7 +8,8 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would
 // cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
 // tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few
-// packets comes much earlier, once for each una: what is lost most often, and waited for, is a message alone.
+// packets comes much earlier, once for each una: what is lost most often, and waited for, is a message alone. Under
+// traffic it comes only as often as the loop can afford a timer that near (Scheduler.Affordable).
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -123,13 +124,14 @@ func (l *lossRecovery) notePeer(selective bool, window int) {
 	l.cwnd.SetMax(window)
 }
 
-// arm arms the retransmission timer if it is not armed.
-func (l *lossRecovery) arm(now int64, retryCnt uint8) {
+// armRetransmit arms the retransmission timer if it is not armed.
+func (q *QP) armRetransmit() {
+	l, now := &q.recovery, q.now
 	if l.timeout == 0 || l.rtxAt != 0 {
 		return
 	}
 	if l.timeoutAt == 0 {
-		l.timeoutAt, l.late = now+l.nextTimeout(retryCnt-l.retryLeft), 0
+		l.timeoutAt, l.late = now+l.nextTimeout(q.attr.RetryCnt-l.retryLeft), 0
 	}
 	l.rtxAt = min(l.timeoutAt, now+l.timeout)
 	if rtt := l.scoreboard.RTT.Smoothed; rtt != 0 {
@@ -138,7 +140,7 @@ func (l *lossRecovery) arm(now int64, retryCnt uint8) {
 			d = max(gapProbeMin, 2*rtt+l.scoreboard.ReorderWindow())
 		} else if l.peerSelective && l.probes == 0 && !l.early.done {
 			l.early.armed = true
-			d = min(d, l.early.delay(rtt))
+			d = min(d, q.sched.Affordable(now+l.early.delay(rtt))-now)
 		}
 		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, maxProbes))
 	}
@@ -187,7 +189,7 @@ func (q *QP) retransmitTimeout(late int64) {
 	case q.req.rnrUntil != 0 || q.req.stallUntil != 0:
 		// This side waits itself: the peer may have nothing to answer.
 		l.timeoutAt = 0
-		l.arm(q.now, q.attr.RetryCnt)
+		q.armRetransmit()
 	case l.isLate(q.now, late):
 	case q.probeEarly():
 	case q.now < l.timeoutAt:
@@ -220,7 +222,7 @@ func (q *QP) probeEarly() bool {
 		return false
 	}
 	if q.req.nxt < q.req.sent || q.req.sent-q.req.una > earlyPackets {
-		l.arm(q.now, q.attr.RetryCnt)
+		q.armRetransmit()
 		return true
 	}
 	l.early.sent = q.req.una

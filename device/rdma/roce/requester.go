@@ -389,7 +389,7 @@ func (q *QP) advanceNxt(s *sendSlot, end uint64) {
 	if end == s.end {
 		q.req.cur++
 	}
-	q.recovery.arm(q.now, q.attr.RetryCnt)
+	q.armRetransmit()
 }
 
 // sendPacket builds packet number i of a SEND or WRITE. It returns nil if there is no buffer or if the data is not

@@ -67,7 +67,7 @@ func (q *QP) requestWaits(psn uint64) {
 	l.gapReported = false // a NAK that follows asks for what the peer could not keep
 	l.cwnd.Restore()
 	l.rtxAt, l.timeoutAt, l.probes = 0, 0, maxProbes
-	l.arm(q.now, q.attr.RetryCnt)
+	q.armRetransmit()
 }
 
 // restartTimers restarts the retransmission timer after a report that packets have arrived behind the gap.
@@ -76,7 +76,7 @@ func (q *QP) restartTimers() {
 	l.scoreboard.Extend(q.req.sent)
 	l.timedPSN = 0
 	l.rtxAt, l.probes = 0, 0
-	l.arm(q.now, q.attr.RetryCnt)
+	q.armRetransmit()
 }
 
 // detectLosses checks all packets in flight, after an arrival or when the scoreboard's CheckAt has passed, and starts
@@ -108,7 +108,7 @@ func (q *QP) detectLosses() {
 // skipDelivered advances nxt past packets that need no retransmission.
 func (q *QP) skipDelivered() {
 	b, r := &q.recovery.scoreboard, &q.req
-	q.recovery.arm(q.now, q.attr.RetryCnt) // as nothing may be left to send, which would arm it
+	q.armRetransmit() // as nothing may be left to send, which would arm it
 	for r.nxt < r.sent && !b.NeedsRetransmit(r.nxt, q.now) {
 		s := r.slot(r.cur)
 		switch {
@@ -136,7 +136,7 @@ func (q *QP) probeGap() bool {
 	}
 	b.MarkLost(q.req.una)
 	q.detectLosses()
-	q.recovery.arm(q.now, q.attr.RetryCnt)
+	q.armRetransmit()
 	return b.Active
 }
 

@@ -68,6 +68,7 @@ func higherIsBetter(unit string) bool {
 type compareHead struct {
 	Base    string  `json:"base_commit"`
 	Head    string  `json:"head_commit"`
+	Daemons bool    `json:"daemons,omitempty"`
 	Machine machine `json:"machine"`
 }
 
@@ -166,6 +167,18 @@ func (c *comparer) failure(row string, err error) {
 	c.json(failureLine{row, err.Error()})
 }
 
+// plan returns which rows are compared, which rows only one side has, and the function that measures one.
+func plan(ctx context.Context, sides [2]*side, o options) (rows []string, only [2][]string,
+	take func(row string) (*turns, error), err error) {
+	if !o.daemons {
+		rows, only, err = commonRows(ctx, sides, o.only)
+		return rows, only, func(row string) (*turns, error) { return takeTurns(ctx, sides, row, o) }, err
+	}
+	own, rows, err := ownRows(o.only)
+	daemons := [2]string{sides[0].daemon(), sides[1].daemon()}
+	return rows, only, func(row string) (*turns, error) { return takeSamples(ctx, daemons, own[row], o) }, err
+}
+
 // compare builds the commits base and head and measures the selected rows in turns.
 func compare(ctx context.Context, o options, base, head string, out io.Writer) (err error) {
 	var sides [2]*side
@@ -177,7 +190,7 @@ func compare(ctx context.Context, o options, base, head string, out io.Writer) (
 		defer func() { err = errors.Join(err, s.remove()) }()
 		sides[i] = s
 	}
-	rows, only, err := commonRows(ctx, sides, o.only)
+	rows, only, take, err := plan(ctx, sides, o)
 	if err != nil {
 		return err
 	}
@@ -191,9 +204,13 @@ func compare(ctx context.Context, o options, base, head string, out io.Writer) (
 	c := &comparer{out: out, enc: json.NewEncoder(f)}
 	c.enc.SetEscapeHTML(false)
 	m := thisMachine()
-	c.json(compareHead{sides[0].commit, sides[1].commit, m})
-	c.printf("base %s, head %s; %d pairs of turns; %s, %d cores, load %s\n\n", sides[0].commit, sides[1].commit,
+	c.json(compareHead{sides[0].commit, sides[1].commit, o.daemons, m})
+	c.printf("base %s, head %s; %d pairs of turns; %s, %d cores, load %s\n", sides[0].commit, sides[1].commit,
 		o.rounds, m.CPU, m.Cores, m.Load)
+	if o.daemons {
+		c.printf("Only the daemons are compared: this program drives both.\n")
+	}
+	c.printf("\n")
 	dirty, err := exec.CommandContext(ctx, "git", "status", "--porcelain", "--untracked-files=no").Output()
 	if err == nil && len(dirty) > 0 {
 		c.printf("The changes that are not committed are not measured.\n\n")
@@ -201,7 +218,7 @@ func compare(ctx context.Context, o options, base, head string, out io.Writer) (
 	c.printf(compareFormat, "row", "unit", "base", "head", "head/base", "interval", "change", "the anchor's interval")
 	failed := 0
 	for _, row := range rows {
-		t, err := takeTurns(ctx, sides, row, o)
+		t, err := take(row)
 		if ctx.Err() != nil {
 			return errors.Join(ctx.Err(), c.err, f.Close())
 		}

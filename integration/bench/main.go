@@ -38,6 +38,8 @@ func main() {
 	list := flag.Bool("list", false, "list the rows")
 	base := flag.String("compare", "",
 		"commit to compare with, in turns; -rounds is the number of turns of each commit [no comparison]")
+	flag.BoolVar(&o.daemons, "daemons", false,
+		"compare the commits' daemons, driven by this program, which takes turns between single samples")
 	head := flag.String("head", "HEAD", "commit that is compared")
 	flag.Parse()
 	o.alone = !*anchors
@@ -77,6 +79,7 @@ type options struct {
 	rounds                            int
 	time                              time.Duration
 	alone                             bool // without anchors
+	daemons                           bool // compare only daemons
 }
 
 // fields splits a list of names.

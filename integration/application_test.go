@@ -37,8 +37,8 @@ func addApplications(ctx context.Context, t *testing.T, h *lab.Host, list string
 }
 
 // TestHostApplications: programs of the host (PF-4, MT-10) exchange messages with VMs on the same host and on another,
-// as server and as client, with pinned memory and with on-demand pages. The VMs run the distribution's ibv_rc_pingpong.
-// A killed program leaves nothing behind.
+// as server and as client, with pinned memory and with on-demand pages. The VMs run the distribution's ibv_rc_pingpong,
+// and perftest with the C library's example. A killed program leaves nothing behind.
 func TestHostApplications(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -96,6 +96,7 @@ func TestHostApplications(t *testing.T) {
 			})
 		}
 	}
+	bandwidth(ctx, t, l, w, a, b)
 	t.Run("two programs", func(t *testing.T) {
 		p := serve(t, "-n 500")
 		out, err := w.a.NS.Run(ctx, app(2, "-n 500 127.0.0.1")...)
@@ -108,6 +109,62 @@ func TestHostApplications(t *testing.T) {
 		t.Run("killed, "+turn+" turn", func(t *testing.T) { killedApplication(ctx, t, w, b, turn == "VM's", serve) })
 	}
 	quietKernels(ctx, t, w.vms...)
+}
+
+// bandwidth runs the example of the C library against the distribution's perftest in VMs, both ways round.
+func bandwidth(ctx context.Context, t *testing.T, l *lab.Lab, w *twoHosts, a, b lab.End) {
+	dir := filepath.Join(l.Dir, "libvnicd")
+	out, err := exec.CommandContext(ctx, "make", "-s", "-C", "../guestdrv/libvnicd", "OUT="+dir).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	const size, count = 100000, 300
+	app := func(args ...string) []string {
+		return append([]string{filepath.Join(dir, "rdma_bw"), w.a.Dir + "/app1.hca", "10.0.0.101", "18515",
+			fmt.Sprint(size)}, args...)
+	}
+	// transferred checks what the program printed: perftest's memory is random, so nearly all bytes become others.
+	transferred := func(t *testing.T, out string, changes bool) {
+		t.Helper()
+		var messages, bytes, changed int
+		var rate float64
+		line := out[max(0, strings.Index(out, fmt.Sprint(count, " messages"))):]
+		if _, err := fmt.Sscanf(line, "%d messages of %d bytes, %f MiB/s; %d bytes here", &messages, &bytes, &rate,
+			&changed); err != nil || messages != count || bytes != size || rate <= 0 || changes != (changed > size*9/10) {
+			t.Errorf("%v: %q", err, out)
+		}
+	}
+	for _, peer := range []struct {
+		name string
+		end  lab.End
+	}{{"same host", a}, {"another host", b}} {
+		for _, verb := range []string{"write", "read"} {
+			program := fmt.Sprintf("timeout -k 5 240 ib_%s_bw -d %s -x %d -s %d -n %d", verb, peer.end.Device,
+				peer.end.GID, size, count)
+			t.Run(peer.name+", C program serves ib_"+verb+"_bw", func(t *testing.T) {
+				p := must[*harness.Process](t)(w.a.NS.Start(filepath.Join(w.a.Dir, "bw.log"), nil, app()...))
+				t.Cleanup(p.Kill)
+				eventually(ctx, t, "the program listens", func() bool { return strings.Contains(p.LogTail(), "port 18515") })
+				r, err := peer.end.VM.Shell(ctx, "exec "+program+" 10.0.0.201")
+				if werr := p.Wait(ctx); err != nil || r.ExitCode != 0 || werr != nil {
+					t.Fatalf("program: %v\n%s\nVM: %v, exit %d\n%s%s", werr, p.LogTail(), err, r.ExitCode, r.Stdout, r.Stderr)
+				}
+				transferred(t, p.LogTail(), verb == "write")
+			})
+			t.Run(peer.name+", ib_"+verb+"_bw serves C program", func(t *testing.T) {
+				srv := must[*qemu.Process](t)(lab.Listen(ctx, peer.end.VM, program, 18515))
+				out, err := w.a.NS.Run(ctx, app(verb, fmt.Sprint(count), peer.end.Addr)...)
+				if err != nil {
+					_ = srv.Kill(ctx)
+				}
+				r, werr := srv.Wait(ctx)
+				if err != nil || werr != nil || r.ExitCode != 0 {
+					t.Fatalf("program: %v\n%s\nVM: %v, exit %d\n%s%s", err, out, werr, r.ExitCode, r.Stdout, r.Stderr)
+				}
+				transferred(t, out, verb == "read")
+			})
+		}
+	}
 }
 
 // killedApplication kills the program while a VM talks to it: the device releases all its objects, and the next program

@@ -395,36 +395,3 @@ func TestNotVNICD(t *testing.T) {
 		})
 	}
 }
-
-// TestExample runs the example between two applications: as many bytes are verified as it says.
-func TestExample(t *testing.T) {
-	program := filepath.Join(filepath.Dir(build(t, "peer", "")), "rdma_copy")
-	n := rig.New(t, 2)
-	server := exec.CommandContext(limit(t), program, n.Hosts[0].Path, n.Hosts[0].Addr.String(), "0")
-	out, err := server.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	server.Stderr = os.Stderr
-	if err := server.Start(); err != nil {
-		t.Fatal(err)
-	}
-	var port int
-	if _, err := fmt.Fscanf(out, "port %d\n", &port); err != nil {
-		t.Fatal(err)
-	}
-	got := run(t, program, n.Hosts[1].Path, n.Hosts[1].Addr.String(), fmt.Sprint(port), "127.0.0.1")
-	if got != "read back: 1048576 bytes verified\n" {
-		t.Errorf("client: %q", got)
-	}
-	var b bytes.Buffer
-	if _, err := b.ReadFrom(out); err != nil {
-		t.Fatal(err)
-	}
-	if err := server.Wait(); err != nil {
-		t.Fatal(err)
-	}
-	if b.String() != "written by the peer: 1048576 bytes verified\n" {
-		t.Errorf("server: %q", b.String())
-	}
-}

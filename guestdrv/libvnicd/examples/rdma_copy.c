@@ -8,17 +8,9 @@
  * The server sends nothing. The client WRITEs a pattern into the server's memory, READs it back into another place, and
  * compares; then it SENDs a message, upon which the server compares what was written.
  */
-#include <arpa/inet.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <vnicd.h>
+#include "example.h"
 
 #define BYTES (1U << 20)
-#define TIMEOUT_MS 30000
 
 /* What each end tells the other, in network order but for the GID, which always is. */
 struct hello {
@@ -26,50 +18,6 @@ struct hello {
 	uint32_t qpn, psn, rkey, reserved;
 	uint64_t addr;
 };
-
-static void check(int result, const char *what)
-{
-	if (result < 0) {
-		fprintf(stderr, "rdma_copy: %s: %s (%d)\n", what, vnicd_error(), result);
-		exit(1);
-	}
-}
-
-static void check_errno(int failed, const char *what)
-{
-	if (failed) {
-		perror(what);
-		exit(1);
-	}
-}
-
-static int tcp_connect(const char *port, const char *host)
-{
-	struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(port)) };
-	int s = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), c;
-	socklen_t n = sizeof(a);
-
-	check_errno(s < 0 || inet_pton(AF_INET, host ? host : "127.0.0.1", &a.sin_addr) != 1, "address");
-	if (host) {
-		check_errno(connect(s, (struct sockaddr *)&a, sizeof(a)), "connect");
-		return s;
-	}
-	check_errno(bind(s, (struct sockaddr *)&a, sizeof(a)) || listen(s, 1), "listen");
-	check_errno(getsockname(s, (struct sockaddr *)&a, &n), "getsockname");
-	printf("port %u\n", ntohs(a.sin_port));
-	fflush(stdout);
-	c = accept(s, NULL, NULL);
-	check_errno(c < 0, "accept");
-	close(s);
-	return c;
-}
-
-/* Sends n bytes and receives n. */
-static void swap(int tcp, const void *mine, void *theirs, size_t n)
-{
-	check_errno(send(tcp, mine, n, MSG_NOSIGNAL) != (ssize_t)n, "send");
-	check_errno(recv(tcp, theirs, n, MSG_WAITALL) != (ssize_t)n, "recv");
-}
 
 static uint8_t pattern(uint32_t i)
 {
@@ -91,25 +39,6 @@ static void compare(const uint8_t *p, const char *what)
 		}
 	}
 	printf("%s: %u bytes verified\n", what, BYTES);
-}
-
-/* Waits for one completion: polls, arms if there is none, polls again, then sleeps. */
-static void complete(struct vnicd_cq *cq, const char *what)
-{
-	struct vnicd_wc wc;
-	int n;
-
-	while (!(n = vnicd_poll_cq(cq, 1, &wc))) {
-		n = vnicd_arm_cq(cq, 0);
-		check(n, what);
-		if (!n)
-			check(vnicd_wait_cq(cq, TIMEOUT_MS), what);
-	}
-	check(n, what);
-	if (wc.status != VNICD_WC_SUCCESS) {
-		fprintf(stderr, "rdma_copy: %s: %s\n", what, vnicd_wc_status_text(wc.status));
-		exit(1);
-	}
 }
 
 int main(int argc, char **argv)
@@ -149,7 +78,8 @@ int main(int argc, char **argv)
 	me.qpn = htonl(vnicd_qp_number(qp));
 	me.rkey = htonl(mr->rkey);
 	me.addr = __builtin_bswap64(mr->addr);
-	swap(tcp, &me, &peer, sizeof(me));
+	send_all(tcp, &me, sizeof(me));
+	receive_all(tcp, &peer, sizeof(peer));
 	check(vnicd_resolve(dev, peer.gid, 0, TIMEOUT_MS, &end.av), "resolve");
 	end.qpn = ntohl(peer.qpn);
 	end.psn = ntohl(peer.psn);
@@ -173,7 +103,8 @@ int main(int argc, char **argv)
 		check(vnicd_post_send(qp, &(struct vnicd_send_wr){ .opcode = VNICD_WR_SEND }), "SEND");
 		complete(cq, "SEND");
 	}
-	swap(tcp, &me, &peer, 1); /* neither ends before both have finished */
+	send_all(tcp, "", 1); /* neither ends before both have finished */
+	receive_all(tcp, &peer, 1);
 	close(tcp);
 	vnicd_close(dev);
 	return 0;

@@ -57,7 +57,7 @@ func (s *served) end() (out string, err error) {
 // transferred, as it says.
 func TestExamples(t *testing.T) {
 	dir := filepath.Dir(build(t, "peer", ""))
-	const bandwidth = `100 messages of 10000 bytes, \d+\.\d\d MiB/s; %s bytes here are others than before\n`
+	const bandwidth = `100 messages of 10000 bytes, \d+\.\d\d MiB/s; %s bytes here have changed\n`
 	for _, x := range []struct {
 		name           string
 		server, client []string // arguments

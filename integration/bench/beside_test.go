@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// Two daemons take turns sample by sample in two sittings, with another one opened first: the first sample of each warms
-// up, none is always first, the n-th figures of both form a pair, and no anchor is measured.
+// Two daemons take turns sample by sample in two sittings, with another one opened first: the first sample of each
+// warms up, none is always first, the n-th figures of both form a pair, and no anchor is measured.
 func TestTakeSamples(t *testing.T) {
 	dir := t.TempDir()
 	var daemons [2]string

@@ -77,7 +77,8 @@ static double exchange_double(const struct side *s, double mine)
 /* Exchanges what there is before the queue pairs; returns the path MTU, VNICD_MTU_*. */
 static uint8_t greet(const struct side *s)
 {
-	char version[VERSION_SIZE] = "6.00", theirs[VERSION_SIZE], mtu[2] = "3"; /* VNICD_MTU_1024, which every link has */
+	char version[VERSION_SIZE] = "6.00", theirs[VERSION_SIZE];
+	char mtu[2] = "3"; /* VNICD_MTU_1024, which every link has */
 	int smallest;
 
 	exchange(s, version, theirs, sizeof(version));
@@ -201,8 +202,9 @@ int main(int argc, char **argv)
 	exchange_keys(&s, &me, &peer);
 	if (s.client) {
 		sge = (struct vnicd_sge){ mr->addr, (uint32_t)size, mr->lkey };
-		wr = (struct vnicd_send_wr){ .opcode = reads ? VNICD_WR_RDMA_READ : VNICD_WR_RDMA_WRITE, .sg_list = &sge,
-					     .num_sge = 1, .remote_addr = peer.addr, .rkey = peer.rkey };
+		wr = (struct vnicd_send_wr){ .opcode = reads ? VNICD_WR_RDMA_READ : VNICD_WR_RDMA_WRITE,
+					     .sg_list = &sge, .num_sge = 1,
+					     .remote_addr = peer.addr, .rkey = peer.rkey };
 		seconds = transfer(qp, cq, &wr, count);
 		mib = (double)size * (double)count / seconds / (1 << 20);
 		rate = (double)count / seconds / 1e6;
@@ -224,7 +226,8 @@ int main(int argc, char **argv)
 	exchange_keys(&s, &me, &peer); /* neither ends before both have finished */
 	for (unsigned long i = 0; i < size && i < buffer; i++)
 		changed += buf[i] != (s.client ? CLIENTS : SERVERS);
-	printf("%lu messages of %lu bytes, %.2f MiB/s; %lu bytes here are others than before\n", count, size, mib, changed);
+	printf("%lu messages of %lu bytes, %.2f MiB/s; %lu bytes here have changed\n", count, size, mib,
+	       changed);
 	close(s.tcp);
 	vnicd_close(dev);
 	return 0;

@@ -74,7 +74,7 @@ func TestAlarmAffordable(t *testing.T) {
 		t.Fatal(err)
 	}
 	want(time.Microsecond, time.Millisecond)
-	if err := a.by(now+1, now-10e6); err != nil { // the loop was interrupted
+	if err := a.by(now-10e6+1, now-10e6); err != nil { // the loop was interrupted
 		t.Fatal(err)
 	}
 	if a.cost > 6e3 {

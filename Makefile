@@ -165,7 +165,7 @@ profile: ## train the compiler's profile anew, cmd/vnicd/default.pgo (ONLY="row 
 bench-compare: ROUNDS := 10
 bench-compare: HEAD := HEAD
 bench-compare: DAEMONS :=
-bench-compare: ## two commits in turns (BASE=commit, HEAD=commit, ONLY="row …", ROUNDS=10, TIME=1s; build/compare.jsonl; DAEMONS=1: their daemons only, by short samples)
+bench-compare: ## two commits in turns (BASE=commit, HEAD=commit, ONLY="row …", ROUNDS=10, TIME=1s, DAEMONS=1: only their daemons)
 	@[ -n "$(BASE)" ] || { echo 'BASE is missing: make bench-compare BASE=commit' >&2; exit 2; }
 	@.ci/deps --tests ucx_perftest=ucx-utils
 	$(GO) run ./integration/bench -compare "$(BASE)" -head "$(HEAD)" -only "$(ONLY)" -rounds $(ROUNDS) -time $(TIME) \

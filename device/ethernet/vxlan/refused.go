@@ -39,7 +39,8 @@ type Refused struct {
 	Ago    time.Duration `json:"ago"` // since the last one
 }
 
-// refuse records a datagram that was dropped because of its outer headers.
+// refuse records a datagram that is dropped because of its outer headers. The caller counts it afterwards, so that the
+// list has what a counter shows.
 func (vt *VTEP) refuse(l *loop.Loop, from netip.Addr, vni uint32, why vswitch.Reason) {
 	r := &vt.refused
 	if !r.busy.CompareAndSwap(false, true) {

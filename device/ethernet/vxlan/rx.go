@@ -192,8 +192,8 @@ func (r *receiver) open() bool {
 	}
 	if size <= HeaderLen && several || n == 0 {
 		count := max(n, 1) / max(size, 1)
-		vt.Counters.Drop(r.l, vswitch.BadHeader, count)
 		vt.refuse(r.l, r.lastIP, 0, vswitch.BadHeader)
+		vt.Counters.Drop(r.l, vswitch.BadHeader, count)
 		return false
 	}
 	port := r.names[i].port()
@@ -288,14 +288,14 @@ func (r *receiver) look(d []byte) bool {
 	m.port, m.peer = nil, nil
 	vni, ok := parseHeader(d)
 	if !ok || vni != m.vni && vt.virtual.Load() {
-		vt.Counters.Drop(r.l, vswitch.BadHeader, 1)
 		vt.refuse(r.l, addr, vni, vswitch.BadHeader)
+		vt.Counters.Drop(r.l, vswitch.BadHeader, 1)
 		return false
 	}
 	p := (*vt.nets.Load())[vni]
 	if p == nil {
-		vt.Counters.Drop(r.l, vswitch.UnknownVNI, 1)
 		vt.refuse(r.l, addr, vni, vswitch.UnknownVNI)
+		vt.Counters.Drop(r.l, vswitch.UnknownVNI, 1)
 		return false
 	}
 	x := p.peers.Load().byAddr[addr]
@@ -304,14 +304,14 @@ func (r *receiver) look(d []byte) bool {
 			x = p.learnPeer(addr)
 		}
 		if x == nil {
-			p.drop(r.l, vswitch.UnknownPeer, 1)
 			vt.refuse(r.l, addr, vni, vswitch.UnknownPeer)
+			p.drop(r.l, vswitch.UnknownPeer, 1)
 			return false
 		}
 	}
 	if !vt.believes(x, m.reserved) {
-		p.drop(r.l, vswitch.SourcePort, 1)
 		vt.refuse(r.l, addr, vni, vswitch.SourcePort)
+		p.drop(r.l, vswitch.SourcePort, 1)
 		return false
 	}
 	m.header, m.port, m.peer = [HeaderLen]byte(d), p, x

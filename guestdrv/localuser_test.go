@@ -26,7 +26,11 @@ func TestForgedByLocalUser(t *testing.T) {
 			a, b := connect(t, ha, hb, c, guestdrv.ConnectOptions{})
 			src, smr := ha.region(t, 4096, guestdrv.AccessLocalWrite)
 			dst, dmr := hb.region(t, 4096, allAccess)
+			// Any port of a peer is believed until a datagram comes from a reserved one. A WRITE of UC is complete once it
+			// is sent, so the forged packets, which come by another socket, must wait until it has arrived.
+			copy(src.Bytes(), bytes.Repeat([]byte{0x22}, 64))
 			a.write(t, 1, 64, smr, dst, dmr)
+			testutil.Eventually(t, "the connection's first WRITE arrives", func() bool { return dst.Bytes()[0] == 0x22 })
 
 			f := &forger{t, ha.site}
 			forge := func(port int) {
@@ -66,8 +70,7 @@ func TestForgedByLocalUser(t *testing.T) {
 			if !named {
 				t.Errorf("status does not name the sender: %+v", hb.site.vt.Status().Refused)
 			}
-			// The connection is not affected. A WRITE of UC is complete once it is sent: without the wait it could
-			// arrive after the forged packet, which comes by another socket, and hide it.
+			// The connection is not affected. Without the wait this WRITE could hide the forged packet.
 			copy(src.Bytes(), bytes.Repeat([]byte{0x11}, 64))
 			a.write(t, 2, 64, smr, dst, dmr)
 			testutil.Eventually(t, "the connection's next WRITE arrives", func() bool { return dst.Bytes()[0] == 0x11 })

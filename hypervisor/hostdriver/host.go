@@ -118,6 +118,7 @@ const (
 	readUrgent    = 250 * time.Millisecond
 	shrinkAgain   = 5 * time.Millisecond
 	leastSwap     = 1 << 20
+	mostCredit    = 64 << 20
 )
 
 // marks are the amounts of memory below which a zone is tight, critical, exhausted.
@@ -266,7 +267,8 @@ func (h *Host) stepLocked() time.Duration {
 
 // judgeLocked returns the zone with the highest level; of several, that with the smallest part free.
 func (h *Host) judgeLocked(zones []pressure.Zone, now time.Time) (worst *zoneState) {
-	credit, full := uint64(math.MaxInt64), (*string)(nil)
+	// However much there is: a limit may be set before the next reading.
+	credit, full := uint64(mostCredit), (*string)(nil)
 	seen := make(map[string]bool, len(zones))
 	for _, z := range zones {
 		s := h.zones[z.Name]

@@ -294,6 +294,37 @@ func TestZones(t *testing.T) {
 	})
 }
 
+// A limit that is set while there is plenty of memory is noticed before a burst of faults exceeds it: no cgroup's OOM
+// killer ends vnicd.
+func TestLimitSetLater(t *testing.T) {
+	s := newStand(t)
+	b, space := s.vm(t, 0, 100, 0)
+	s.zone.Total, s.zone.Free, s.zone.Reserve, s.zone.Swap = 64*gib, 64*gib, 64*gib, 0
+	var limited atomic.Bool
+	const limit = 128 << 20
+	s.opts.Read = func() ([]pressure.Zone, error) {
+		zones := []pressure.Zone{s.zone}
+		if limited.Load() {
+			left := limit - min(b.Status().Resident, limit)
+			zones = append(zones, pressure.Zone{Name: "/vnicd", Total: limit, Free: left, Reserve: left, Stall: -1})
+		}
+		return zones, nil
+	}
+	s.step()
+	limited.Store(true)
+	ws := raise(space, 0, 4096) // 256 MiB
+	testutil.Eventually(t, "faults wait", func() bool { return b.Status().Short > 0 })
+	if st := b.Status(); st.Resident > limit || st.Resident < limit/2 {
+		t.Errorf("%d bytes of %d: %+v", st.Resident, limit, st)
+	}
+	limited.Store(false)
+	for i, w := range ws {
+		if err := <-w.done; err != nil {
+			t.Fatal(i, err)
+		}
+	}
+}
+
 // A burst of faults is not faster than the readings: the host is read again when a part of what was left is used up.
 // When nothing is left, only memory that the file has already becomes resident, and other faults wait (HF-2).
 func TestExhausted(t *testing.T) {

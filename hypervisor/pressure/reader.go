@@ -8,6 +8,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -34,11 +35,13 @@ type Zone struct {
 type Reader struct {
 	root   string // of the file system
 	page   []byte // for file contents
+	member string // /proc/self/cgroup, as of groups
 	groups []cgroup
 	reads  int
 }
 
-// refresh is the number of reads after which the process's cgroups are looked up again.
+// refresh is the number of reads after which the process's cgroups are looked up again though it is in the same ones:
+// something may have been mounted.
 const refresh = 64
 
 // NewReader returns a Reader of the files below root, "/" except in tests.
@@ -51,8 +54,10 @@ func (r *Reader) Read() ([]Zone, error) {
 	if err != nil {
 		return nil, err
 	}
-	if r.reads%refresh == 0 {
-		r.groups = r.cgroups()
+	member, _ := r.read("proc/self/cgroup") // without it the process is in none
+	if r.reads%refresh == 0 || string(member) != r.member {
+		r.member = string(member)
+		r.groups = r.cgroups(r.member)
 	}
 	r.reads++
 	zones := []Zone{host}
@@ -69,7 +74,8 @@ func (r *Reader) Read() ([]Zone, error) {
 // Stalls returns the PSI files of the zones, for Watch.
 func (r *Reader) Stalls() []string {
 	files := []string{filepath.Join(r.root, "proc/pressure/memory")}
-	for _, g := range r.cgroups() {
+	member, _ := r.read("proc/self/cgroup")
+	for _, g := range r.cgroups(string(member)) {
 		if !g.v1 {
 			files = append(files, filepath.Join(r.root, g.dir, "memory.pressure"))
 		}
@@ -162,15 +168,26 @@ type cgroup struct {
 // maxDepth bounds the cgroups that are read.
 const maxDepth = 16
 
-// cgroups returns this process's memory cgroups, innermost first, without the root cgroup of version 2.
-func (r *Reader) cgroups() (out []cgroup) {
-	b, err := r.read("proc/self/cgroup")
-	if err != nil {
-		return nil
+// Hidden returns the path of a memory cgroup that this process is in, but which no mounted file system shows, so that
+// Read leaves out its limit: `ip netns exec` does that, and a container may. It returns "" if there is none.
+func (r *Reader) Hidden() string {
+	member, _ := r.read("proc/self/cgroup")
+	v1, v2 := memberships(string(member))
+	at, version := v1, true
+	if at == "" { // memory is a controller of either version, not of both
+		at, version = v2, false
 	}
-	// Each line: number, controllers (none: version 2), path.
-	var v1, v2 string
-	for line := range strings.Lines(string(b)) {
+	shown := slices.ContainsFunc(r.mounts(), func(m mount) bool { return m.v1 == version })
+	if at == "/" || shown {
+		return ""
+	}
+	return at
+}
+
+// memberships returns a process's memory cgroup of version 1 and its cgroup of version 2, as far as it has them. Each
+// line of member is a number, controllers (none: version 2), a path.
+func memberships(member string) (v1, v2 string) {
+	for line := range strings.Lines(member) {
 		f := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 		switch {
 		case len(f) != 3:
@@ -180,6 +197,13 @@ func (r *Reader) cgroups() (out []cgroup) {
 			v1 = f[2]
 		}
 	}
+	return v1, v2
+}
+
+// cgroups returns the memory cgroups of a process whose /proc/PID/cgroup is member, innermost first, without the root
+// cgroup of version 2.
+func (r *Reader) cgroups(member string) (out []cgroup) {
+	v1, v2 := memberships(member)
 	for _, m := range r.mounts() {
 		at := v2
 		if m.v1 {

@@ -144,11 +144,15 @@ func TestRead(t *testing.T) {
 	}
 }
 
-// A limit that changes at run time counts at the next reading, and so does a move to another cgroup, a little later.
+// A limit that changes at run time counts at the next reading, and so does a move to another cgroup; cgroups that are
+// mounted later count a little later.
 func TestChanges(t *testing.T) {
 	root := tree(t, map[string]string{
-		"proc/meminfo": meminfo, "proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": mountV2,
-		"sys/fs/cgroup/a/memory.max": "max\n", "sys/fs/cgroup/a/memory.current": "0\n", "sys/fs/cgroup/a/memory.stat": "",
+		"proc/meminfo": meminfo, "proc/self/cgroup": "4:memory:/c\n0::/a\n", "proc/self/mountinfo": mountV2,
+		"sys/fs/cgroup/memory/c/memory.limit_in_bytes": "1048576\n",
+		"sys/fs/cgroup/memory/c/memory.usage_in_bytes": "0\n",
+		"sys/fs/cgroup/memory/c/memory.stat":           "",
+		"sys/fs/cgroup/a/memory.max":                   "max\n", "sys/fs/cgroup/a/memory.current": "0\n", "sys/fs/cgroup/a/memory.stat": "",
 		"sys/fs/cgroup/b/memory.max": "1048576\n", "sys/fs/cgroup/b/memory.current": "0\n", "sys/fs/cgroup/b/memory.stat": "",
 	})
 	r := NewReader(root)
@@ -174,12 +178,33 @@ func TestChanges(t *testing.T) {
 	if got := names(); len(got) != 2 || got[1] != "/a" {
 		t.Error(got)
 	}
-	write("proc/self/cgroup", "0::/b\n")
+	write("proc/self/cgroup", "4:memory:/c\n0::/b\n")
+	if got := names(); len(got) != 2 || got[1] != "/b" {
+		t.Error(got)
+	}
+	write("proc/self/mountinfo", mountV1+mountV2)
 	for range refresh {
 		names()
 	}
-	if got := names(); len(got) != 2 || got[1] != "/b" {
+	if got := names(); len(got) != 3 || got[1] != "/c" || got[2] != "/b" {
 		t.Error(got)
+	}
+}
+
+// A cgroup that no mount shows is named, whatever version has the memory controller.
+func TestHidden(t *testing.T) {
+	for name, c := range map[string]struct{ member, mounts, want string }{
+		"v1":         {"4:memory:/a\n0::/b\n", mountV1, ""},
+		"v1, hidden": {"4:memory:/a\n0::/b\n", mountV2, "/a"},
+		"v2":         {"4:cpu:/a\n0::/b\n", mountV2, ""},
+		"v2, hidden": {"4:cpu:/a\n0::/b\n", "30 1 0:9 / /sys rw - sysfs sysfs rw\n", "/b"},
+		"root":       {"4:memory:/\n0::/\n", "", ""},
+		"none":       {"", "", ""},
+	} {
+		r := NewReader(tree(t, map[string]string{"proc/self/cgroup": c.member, "proc/self/mountinfo": c.mounts}))
+		if got := r.Hidden(); got != c.want {
+			t.Errorf("%s: %q, want %q", name, got, c.want)
+		}
 	}
 }
 

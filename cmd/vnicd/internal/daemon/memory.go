@@ -69,6 +69,10 @@ func (d *Daemon) watchHost() error {
 	}
 	r := pressure.NewReader("/")
 	log := d.log.Named("memory")
+	if name := r.Hidden(); name != "" {
+		log.Warn("no mounted file system shows the memory cgroup that vnicd is in: its limit, if it has one, is not known."+
+			" Mount the cgroups (ip netns exec hides them), or give each VM a memory-budget", "cgroup", name)
+	}
 	h, err := hostdriver.NewHost(hostdriver.HostOptions{Read: r.Read, Watch: r.Stalls(), Limit: float64(c.Limit) / 100,
 		Log: log})
 	if err != nil {

@@ -27,9 +27,9 @@ const (
 )
 
 // TestOwnMemoryOnDemand: a program of the host (PF-4) shares 8 GiB of its own memory with the device and registers them
-// on demand (ODP-1), where the host has 1 GiB for them, of which the device may keep 512 MiB resident, and swaps the
-// rest (PF-14, PF-15). A peer writes and reads every byte, while the program starts others (fork), reads its memory
-// itself, and gives a part of it back: that is deregistered, taken from the device and unmapped under load (EP-3).
+// on demand (ODP-1), where the host has 1 GiB for all of it and swaps the rest (PF-14, HF-4). A peer writes and reads
+// every byte, while the program starts others (fork), reads its memory itself, and gives a part of it back: that is
+// deregistered, taken from the device and unmapped under load (EP-3).
 func TestOwnMemoryOnDemand(t *testing.T) {
 	l, ctx := newLabWithoutModule(t)
 	group := must[*harness.MemoryGroup](t)(harness.NewMemoryGroup("vnicd-own"))
@@ -41,7 +41,7 @@ func TestOwnMemoryOnDemand(t *testing.T) {
 	h.Group = group
 	check(t, h.Run(ctx, `networks: [{name: blue, vni: 100}]
 applications:
-  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101], memory: 9GiB, memory-budget: 512MiB}
+  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101], memory: 9GiB}
   - {name: app2, network: blue, mac: "02:00:00:00:00:a2", ips: [10.0.0.102]}
 `))
 	check(t, group.SetLimit(ctx, ownLimit))

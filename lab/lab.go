@@ -138,6 +138,9 @@ func (h *Host) Launch() (*harness.Process, error) {
 		argv = append(argv, "--keep")
 		env = append(slices.Clone(env), "TMPDIR="+h.Dir) // what a keeper leaves that the lab kills goes with the lab
 	}
+	if h.Group != nil {
+		argv = h.Group.Enter(argv...)
+	}
 	if h.Manager != nil {
 		return h.Manager.Start(h.NS, log, env, argv...)
 	}
@@ -152,12 +155,6 @@ func (h *Host) Start(ctx context.Context) error {
 	}
 	h.Proc = p
 	h.lab.Add(p.Kill)
-	if h.Group != nil {
-		// A wrapper would not work: `ip netns exec` hides the cgroups. vnicd has hardly any memory yet.
-		if err := h.Group.Add(p.PID()); err != nil {
-			return err
-		}
-	}
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for {

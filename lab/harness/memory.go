@@ -16,17 +16,18 @@ import (
 type MemoryGroup struct {
 	dir          string
 	limit, usage string // file names
+	mount        string // arguments of mount(8) that show the groups
 }
 
 const cgroups = "/sys/fs/cgroup"
 
 // NewMemoryGroup creates a group called NAME-PID without a limit. It needs root.
 func NewMemoryGroup(name string) (*MemoryGroup, error) {
-	g := &MemoryGroup{limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes"}
+	g := &MemoryGroup{limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes", mount: "-t cgroup -o memory"}
 	root := filepath.Join(cgroups, "memory")
 	if _, err := os.Stat(filepath.Join(root, "tasks")); err != nil {
 		root = cgroups
-		g.limit, g.usage = "memory.max", "memory.current"
+		g.limit, g.usage, g.mount = "memory.max", "memory.current", "-t cgroup2"
 		if err := os.WriteFile(filepath.Join(root, "cgroup.subtree_control"), []byte("+memory"), 0); err != nil {
 			return nil, fmt.Errorf("harness: no memory cgroups: %w", err)
 		}
@@ -38,9 +39,11 @@ func NewMemoryGroup(name string) (*MemoryGroup, error) {
 	return g, nil
 }
 
-// Add moves a process into the group. Memory charged before stays with its former group.
-func (g *MemoryGroup) Add(pid int) error {
-	return os.WriteFile(filepath.Join(g.dir, "cgroup.procs"), []byte(strconv.Itoa(pid)), 0)
+// Enter returns a command for `ip netns exec`, which hides the cgroups: it shows the memory cgroups again, as programs
+// of a host see them, and runs argv in the group.
+func (g *MemoryGroup) Enter(argv ...string) []string {
+	return append([]string{"sh", "-c", fmt.Sprintf(`mount %s none %s && echo $$ >'%[2]s/%s/cgroup.procs' && exec "$@"`,
+		g.mount, cgroups, filepath.Base(g.dir)), "sh"}, argv...)
 }
 
 // Wrap writes a script that runs program in the group, and returns its path.

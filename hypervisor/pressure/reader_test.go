@@ -152,8 +152,12 @@ func TestChanges(t *testing.T) {
 		"sys/fs/cgroup/memory/c/memory.limit_in_bytes": "1048576\n",
 		"sys/fs/cgroup/memory/c/memory.usage_in_bytes": "0\n",
 		"sys/fs/cgroup/memory/c/memory.stat":           "",
-		"sys/fs/cgroup/a/memory.max":                   "max\n", "sys/fs/cgroup/a/memory.current": "0\n", "sys/fs/cgroup/a/memory.stat": "",
-		"sys/fs/cgroup/b/memory.max": "1048576\n", "sys/fs/cgroup/b/memory.current": "0\n", "sys/fs/cgroup/b/memory.stat": "",
+		"sys/fs/cgroup/a/memory.max":                   "max\n",
+		"sys/fs/cgroup/a/memory.current":               "0\n",
+		"sys/fs/cgroup/a/memory.stat":                  "",
+		"sys/fs/cgroup/b/memory.max":                   "1048576\n",
+		"sys/fs/cgroup/b/memory.current":               "0\n",
+		"sys/fs/cgroup/b/memory.stat":                  "",
 	})
 	r := NewReader(root)
 	names := func() (s []string) {

@@ -445,6 +445,7 @@ func (x *talker) stop() {
 // Two vnicds and a Linux host with FRR, through a route reflector: all endpoints reach each other although unknown
 // unicast is not flooded.
 func TestEVPN(t *testing.T) {
+	t.Parallel() // it mostly waits
 	f := newFabric(t)
 	one, two, linux := f.hosts["one"], f.hosts["two"], f.hosts["linux"]
 	a, b, c := f.endpoint(11, one), f.endpoint(12, two), f.endpoint(13, linux)

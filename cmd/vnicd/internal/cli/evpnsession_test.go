@@ -35,6 +35,7 @@ func (h *fabricHost) session(state string) func() bool {
 // Two vnicds in different ASs, neighbours of each other. Sessions and VTEPs are IPv6; each session is signed and its
 // TTL is checked.
 func TestEVPNOverIPv6(t *testing.T) {
+	t.Parallel() // it mostly waits
 	f := newWire(t, "2001:db8::%d/64", "one", "two")
 	one, two := f.hosts["one"], f.hosts["two"]
 	config := func(as, other int, at, password string) string {
@@ -78,6 +79,7 @@ func TestEVPNOverIPv6(t *testing.T) {
 // Each vnicd in its own AS, with an FRR spine between them, over IPv6 sessions: the spine leaves next hops unchanged,
 // and route targets derived from different ASs match.
 func TestEVPNOverSpine(t *testing.T) {
+	t.Parallel() // it mostly waits
 	f := newWire(t, "192.0.2.%d/24", "one", "two", "rr")
 	one, two, spine := f.hosts["one"], f.hosts["two"], f.hosts["rr"]
 	at := map[*fabricHost]string{}

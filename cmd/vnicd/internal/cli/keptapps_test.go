@@ -383,6 +383,7 @@ func (k *keptDaemon) after(was daemon.Status) (now daemon.Status) {
 // VM, use connections for requests of all kinds: programs notice nothing, and memory, counters and completions are what
 // a model says (CO-1, CO-2).
 func TestApplicationsKept(t *testing.T) {
+	t.Parallel() // it mostly waits
 	for _, tc := range []struct{ name, config string }{
 		{"two applications", twoApplications},
 		{"application and VM", `

@@ -230,6 +230,7 @@ func (c *card) receive(peer *card, stop <-chan struct{}) error {
 // go on, so that no guest sees its link go down, each buffer comes back once, and what is lost or comes twice was on
 // its way when the daemon ended (CO-1, CO-2).
 func TestCardsKept(t *testing.T) {
+	t.Parallel() // it mostly waits
 	for _, tc := range []struct {
 		name     string
 		features uint64

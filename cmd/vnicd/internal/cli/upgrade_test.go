@@ -45,13 +45,13 @@ vms:
 // keptDaemonOf starts one with a network and what more the configuration says, by the command before, if there is one.
 func keptDaemonOf(t *testing.T, more string, before ...string) *keptDaemon {
 	k := &keptDaemon{T: t, dir: t.TempDir()}
-	t.Setenv(asVNICD, "1")
 	k.program, k.config = filepath.Join(k.dir, "vnicd"), filepath.Join(k.dir, "vnicd.yaml")
 	k.install(os.Args[0])
 	k.configure(more)
 	command := append(before, k.program, "-c", k.config, "run", "--keep")
 	k.keeper = exec.Command(command[0], command[1:]...)
 	k.keeper.Stdout, k.keeper.Stderr = &k.log, &k.log
+	k.keeper.Env = append(os.Environ(), asVNICD+"=1")
 	if err := k.keeper.Start(); err != nil {
 		t.Fatal(err)
 	}

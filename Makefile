@@ -63,16 +63,19 @@ test: deps lint test-unit test-fuzz test-module test-vm ## everything: what CI r
 SLOWEST = ./device/rdma/hca ./cmd/vnicd/internal/cli ./device/virtio/vhostuser ./device/virtio/vnet ./guestdrv
 
 # The race detector has nothing to watch where everything happens on one goroutine, which lint checks.
-SINGLE = device/rdma/(roce|roce/recovery|wire|record)
+SINGLE = (device/rdma/(roce|roce/recovery|wire|record)|cmd/vnicd/packaging/release)
+
+# Packages at a time: one more than there are processors, since many tests wait for timers most of the time.
+AT_ONCE = $$(($$(nproc) + 1))
 
 # These run their tests in several passes (device/testutil/ways): all without the race detector, the first with it.
 PASSES = ./device/rdma/hca ./guestdrv
 
 test-unit: deps ## unit tests with the race detector
 	@packages=$$($(GO) list ./... | grep -vE '/(integration|$(SINGLE))$$') && \
-	single=$$($(GO) list ./device/... | grep -E '/$(SINGLE)$$') && set -x && \
+	single=$$($(GO) list ./... | grep -E '/$(SINGLE)$$') && set -x && \
 	{ $(GO) test -p 1 -vet=off -timeout 15m $(PASSES) $$single & \
-	VNICD_WAYS=passes=1 $(GO) test -race -vet=off -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
+	VNICD_WAYS=passes=1 $(GO) test -p $(AT_ONCE) -race -vet=off -timeout 25m $(SLOWEST) $$packages; raced=$$?; \
 	wait $$! && exit $$raced; }
 
 # Unit tests of which `make test-unit` runs a sample, as a whole.

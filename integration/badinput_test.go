@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/hypervisor/qemu"
 	"github.com/vnicd/vnicd/lab"
 	"github.com/vnicd/vnicd/lab/harness"
@@ -121,9 +122,7 @@ func publicBinary(t *testing.T, l *lab.Lab, argv []string) []string {
 		return argv
 	}
 	p := filepath.Join(nobodyDir(t), "vnicd")
-	b, err := os.ReadFile(l.VNICD)
-	check(t, err)
-	check(t, os.WriteFile(p, b, 0o755))
+	testutil.InstallProgram(t, l.VNICD, p)
 	out := append([]string(nil), argv...)
 	for i := range out {
 		if out[i] == l.VNICD {

@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/lab/harness"
 )
 
@@ -72,7 +73,7 @@ func labSomebody(t *testing.T) *labUser {
 func (u *labUser) install(t *testing.T, dir string) {
 	t.Helper()
 	u.vnicd = filepath.Join(dir, "vnicd")
-	check(t, os.WriteFile(u.vnicd, must[[]byte](t)(os.ReadFile("../build/vnicd")), 0o755))
+	testutil.InstallProgram(t, "../build/vnicd", u.vnicd)
 }
 
 // start starts `vnicd lab ARGS`.

@@ -3,11 +3,11 @@ package integration
 import (
 	"context"
 	"flag"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/vnicd/vnicd/device/testutil"
 	"github.com/vnicd/vnicd/lab"
 )
 
@@ -22,7 +22,7 @@ func TestUpgradeFrom(t *testing.T) {
 	var old, next, installed string
 	begin := func(ctx context.Context, t *testing.T, l *lab.Lab) *stand {
 		next, installed = l.VNICD, filepath.Join(t.TempDir(), "vnicd")
-		installProgram(t, *upgradeFrom, installed)
+		testutil.InstallProgram(t, *upgradeFrom, installed)
 		l.VNICD = installed
 		s := onTwoHosts(ctx, t, l)
 		old = versionOf(ctx, t, s.hosts[0])
@@ -30,7 +30,7 @@ func TestUpgradeFrom(t *testing.T) {
 	}
 	replace := func(ctx context.Context, t *testing.T, s *stand, n int) {
 		if n == 0 {
-			installProgram(t, next, installed)
+			testutil.InstallProgram(t, next, installed)
 		}
 		upgrade(ctx, t, s, n)
 		h, _ := s.victim(n)
@@ -51,11 +51,4 @@ func versionOf(ctx context.Context, t *testing.T, h *lab.Host) string {
 	t.Helper()
 	v, _ := must[map[string]any](t)(h.Status(ctx))["version"].(string)
 	return v
-}
-
-// installProgram puts a program in the place of another, which may run.
-func installProgram(t *testing.T, from, to string) {
-	t.Helper()
-	check(t, os.WriteFile(to+".new", must[[]byte](t)(os.ReadFile(from)), 0o755))
-	check(t, os.Rename(to+".new", to))
 }

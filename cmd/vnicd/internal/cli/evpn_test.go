@@ -101,7 +101,7 @@ func newWire(t *testing.T, addr string, names ...string) *fabric {
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	f.binary = filepath.Join(dir, "vnicd")
-	copyFile(t, os.Args[0], f.binary)
+	testutil.InstallProgram(t, os.Args[0], f.binary)
 	f.wire.IP("link", "add", "sw", "type", "bridge")
 	f.wire.IP("link", "set", "sw", "up")
 	for i, name := range names {

@@ -277,25 +277,6 @@ func upload(t *testing.T, to *nstest.NS, addr string, n int) {
 	}
 }
 
-func copyFile(t *testing.T, from, to string) {
-	t.Helper()
-	r, err := os.Open(from)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	w, err := os.OpenFile(to, os.O_CREATE|os.O_WRONLY, 0o755)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := io.Copy(w, r); err != nil {
-		t.Fatal(err)
-	}
-	if err := w.Close(); err != nil {
-		t.Fatal(err)
-	}
-}
-
 // Every command, at any depth, has a short and a long text, and appears in its parent's help, in the generated manual
 // page and in shell completion.
 func TestHelp(t *testing.T) {

@@ -96,16 +96,7 @@ func (k *keptDaemon) configure(more string) {
 // install replaces the program by a copy of a file.
 func (k *keptDaemon) install(file string) {
 	k.Helper()
-	b, err := os.ReadFile(file)
-	if err == nil {
-		err = os.WriteFile(k.program+".new", b, 0o755)
-	}
-	if err == nil {
-		err = os.Rename(k.program+".new", k.program)
-	}
-	if err != nil {
-		k.Fatal(err)
-	}
+	testutil.InstallProgram(k, file, k.program)
 }
 
 func (k *keptDaemon) run(words ...string) (status int, out, err string) {

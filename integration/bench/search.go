@@ -48,12 +48,15 @@ const (
 // the mean rate at which these were read.
 func highestRate(guess float64, try func(rate float64) (probe, error)) (float64, error) {
 	probes := 0
+	var last probe
 	once := func(rate float64) (p probe, ok bool, err error) {
 		if probes++; probes > mostProbes || rate < lowestRate {
-			return p, false, fmt.Errorf("no rate down to %s/s is carried with at most %v %% lost, after %d probes",
-				number(rate), 100*mostLost, probes-1)
+			return p, false, fmt.Errorf(
+				"no rate down to %s/s is carried with at most %v %% lost, after %d probes; the last: %d of %d read, in %v",
+				number(rate), 100*mostLost, probes-1, last.read, last.sent, last.elapsed)
 		}
 		p, err = try(rate)
+		last = p
 		return p, err == nil && p.carries(rate), err
 	}
 	carried := func(rate float64) (bool, error) {

@@ -29,6 +29,13 @@ func raise(s *translate.Space, pa translate.PA, n int) []*waiter {
 	return ws
 }
 
+// stall makes every fault that needs a new page of r's mapping hang, as on a dead swap device, until the returned
+// function is called.
+func stall(t *testing.T, r *region) (release func()) {
+	t.Helper()
+	return testutil.NewUserFaults(t, r.m.whole, false).Close
+}
+
 // fills counts the granules that are being made resident.
 func fills(b *Budget) (n int) {
 	b.mu.Lock()

@@ -159,3 +159,35 @@ func ExampleDevice_Share() {
 	fmt.Println("registered in place:", &buf.Bytes()[0] == &cache[0], mr.Remote(0).Addr == buf.Addr())
 	// Output: registered in place: true true
 }
+
+// The device asks for the pages that it uses; the program has the others for itself.
+func ExampleBuffer_Pager() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	sockets, stop := testrig.Applications(1)
+	defer stop()
+	dev, err := guestdrv.Open(ctx, sockets[0], guestdrv.Config{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer dev.Close()
+	buf, err := dev.Alloc(1 << 20)
+	if err != nil {
+		log.Fatal(err)
+	}
+	pd, err := dev.AllocPD(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	mr, err := pd.RegisterOnDemand(ctx, buf.Addr(), uint64(buf.Len()), guestdrv.AccessRemoteRead, buf.Pager())
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer mr.Close()
+	// A peer could read any part now. These pages are there before it does.
+	if err := mr.Prefetch(ctx, buf.Addr(), 8192, false); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println("pages in the device's table:", mr.Stats().Pages)
+	// Output: pages in the device's table: 2
+}

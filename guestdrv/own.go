@@ -61,7 +61,7 @@ func (s *sharedMemory) has(pa uint64) bool {
 
 // Share gives the device memory that the program has made itself: data, which is a shared mapping of f from offset on.
 // Nothing is copied, and the result is used as a Buffer of Alloc is: it can be registered, as a whole or in parts, and
-// a Pager can provide its pages. Its VA is data's address.
+// a Pager can provide its pages (Buffer.Pager). Its VA is data's address.
 //
 // f is a memory file: memfd_create with MFD_ALLOW_SEALING. It must not have been shared before.
 // Offset and length are multiples of its pages. Share adds F_SEAL_SHRINK, and vnicd F_SEAL_FUTURE_WRITE: nobody can

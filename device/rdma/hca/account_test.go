@@ -481,7 +481,7 @@ func TestAccountReclaims(t *testing.T) {
 // destroyed is credited with what it was charged: in the end the account is where it began.
 func TestAccountRandom(t *testing.T) {
 	movesNoData(t)
-	for seed := range uint64(9) {
+	for seed := range uint64(12 / raceDivisor) {
 		lim := Limits{MTTs: 1 << 16}
 		if err := lim.complete(); err != nil {
 			t.Fatal(err)

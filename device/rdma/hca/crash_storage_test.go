@@ -387,7 +387,7 @@ func TestCrashStorage(t *testing.T) {
 	size := logSize
 	logSize = 256 << 10
 	defer func() { logSize = size }()
-	n := uint64(20)
+	n := uint64(20 / raceDivisor)
 	if *everyCrash {
 		n = 60
 	}

@@ -537,7 +537,7 @@ func TestCrash(t *testing.T) {
 			t.Run(x.name+"/"+victims, func(t *testing.T) {
 				at, step := 1, 1
 				if !*everyCrash {
-					step = 23
+					step = 23 * raceDivisor
 					at += rng.IntN(step)
 				}
 				err := eachPoint(t, t.Run, at, step, func(t *testing.T, at int) (points int) {

@@ -2,4 +2,7 @@
 
 package hca
 
-const raceEnabled = false
+const (
+	raceEnabled = false
+	raceDivisor = 1
+)

@@ -15,6 +15,9 @@ type Config struct {
 	// SendQueue and ReceiveQueue are numbers of messages under way in each direction, 16..16000; 0 means 384. A Write
 	// makes a message, or several if it is long.
 	SendQueue, ReceiveQueue int
+	// Maps is the number of mappings of the peer's that this end can write to (WriteAt), 0..128; with 0 the peer's Map
+	// and riomap fail. It is RDMA_IOMAPSIZE of rsockets.
+	Maps int
 	// Backlog is the number of connections that wait for Listener.Accept, those being set up included, 1..4096; 0 means
 	// 128. Further requests wait in the connection manager, which has a backlog of the same size.
 	Backlog int
@@ -61,6 +64,9 @@ func (c Config) withDefaults(m *rdmacm.Manager) (Config, error) {
 			return c, invalid("%s of %d, expected %d..%d", x.name, *x.n, x.least, x.most)
 		}
 		*x.n = (*x.n + x.step - 1) / x.step * x.step
+	}
+	if c.Maps < 0 || c.Maps > maxIOMaps {
+		return c, invalid("Maps of %d, expected 0..%d", c.Maps, maxIOMaps)
 	}
 	if c.HandshakeTimeout == 0 {
 		c.HandshakeTimeout = defaultHandshakeTimeout

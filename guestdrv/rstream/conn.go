@@ -42,6 +42,7 @@ type Conn struct {
 	closed           bool
 	order            binary.ByteOrder // of the peer's SGL; set before the poller starts
 	entry            [sgeLen]byte     // the payload of a credit update
+	mappings         []*Mapping       // by their index in the peer's table; nil: free
 
 	wr  guestdrv.SendWR // the request that is being posted, and its SGL
 	sgl [1]guestdrv.SGE
@@ -185,20 +186,37 @@ func (c *Conn) writeSome(b []byte) (n int, err error) {
 	if n == 0 || err != nil {
 		return 0, err
 	}
-	b = b[:n]
-	if inline {
-		c.post(c.s.out.commit(n, true), dataID, b, guestdrv.SGE{})
-		return n, c.err
+	off, err := c.stage(b[:n], inline)
+	if err != nil {
+		return 0, err
 	}
-	off := c.s.out.head // changed by this function only
+	c.postStaged(c.s.out.commit(n, inline), b[:n], off, inline)
+	return n, c.err
+}
+
+// stage copies data that is not sent inline to the head of the send buffer, and returns where that is. c.writing is
+// held, and c.mu, which it releases meanwhile.
+func (c *Conn) stage(b []byte, inline bool) (off int, err error) {
+	if inline {
+		return 0, nil
+	}
+	off = c.s.out.head // changed with c.writing held only
 	c.mu.Unlock()
-	copy(c.mem.outgoing(off, n), b)
+	copy(c.mem.outgoing(off, len(b)), b)
 	c.mu.Lock()
 	if err := c.writeState(); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return 0, err
 	}
-	c.post(c.s.out.commit(n, false), dataID, nil, c.mem.out.SGE(off, n))
-	return n, c.err
+	return off, nil
+}
+
+// postStaged posts a WRITE of data that stage has been given. c.mu is held.
+func (c *Conn) postStaged(p post, b []byte, off int, inline bool) {
+	if inline {
+		c.post(p, dataID, b, guestdrv.SGE{})
+	} else {
+		c.post(p, dataID, nil, c.mem.out.SGE(off, len(b)))
+	}
 }
 
 // writeState returns why nothing can be written any more. c.mu is held.
@@ -304,6 +322,9 @@ func (c *Conn) release() error {
 	c.cancel()
 	<-c.polled
 	if err := c.cm.Close(); err != nil {
+		return err
+	}
+	if err := c.unmap(); err != nil {
 		return err
 	}
 	if err := c.mem.close(); err != nil && c.cm.Manager().Device().Err() == nil {

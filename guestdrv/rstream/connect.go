@@ -99,7 +99,8 @@ func newConn(ctx context.Context, m *rdmacm.Manager, cfg Config) (*Conn, error) 
 	c := &Conn{cfg: cfg, mem: mem, polled: make(chan struct{}), closing: make(chan struct{}),
 		readDeadline: newDeadline(), writeDeadline: newDeadline(), readable: make(signal, 1), writable: make(signal, 1),
 		idle: make(signal, 1)}
-	c.s = newStream(mem.buffer(), uint16(cfg.ReceiveQueue), cfg.SendBuffer, cfg.SendQueue, mem.take)
+	c.s = newStream(mem.buffer(), uint16(cfg.ReceiveQueue), cfg.SendBuffer, cfg.SendQueue, cfg.Maps, mem.take,
+		mem.readIOMap)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	return c, nil
 }
@@ -116,6 +117,7 @@ func (c *Conn) params() rdmacm.Params {
 func (c *Conn) start(hello *connData) {
 	c.order = hello.order()
 	c.s.connect(hello)
+	c.mappings = make([]*Mapping, hello.iomaps)
 	c.mu.Lock()
 	c.pump()
 	c.mu.Unlock()

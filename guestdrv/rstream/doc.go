@@ -23,9 +23,10 @@
 // again by a WRITE to an entry of the peer's target SGL, whose immediate data also renews the credits. Control
 // messages have no data: a direction has ended (SHUTDOWN), the connection has ended (DISCONNECT).
 //
-// Iomaps are left out (riomap, riowrite of rsockets): this end announces none, so that a peer's riomap fails with
-// ENOMEM, and an update of one ends the connection. So riostream is no peer. iWARP's variant with SENDs is left out,
-// too. Keepalive messages are accepted, but not sent.
+// Memory can be mapped for the peer, which then writes into it without a message (Conn.Map and Conn.WriteAt, riomap and
+// riowrite of rsockets, whose program riostream is a peer). An end has room for Config.Maps mappings of the peer's.
+//
+// iWARP's variant with SENDs is left out. Keepalive messages are accepted, but not sent.
 //
 // # The end of a connection
 //
@@ -41,11 +42,11 @@
 //
 // # Hostile peers
 //
-// A peer can write to its connection's receive buffer and target SGL, and to nothing else: each connection has a
-// protection domain of its own, so that the keys of one mean nothing to another's peer. Lengths, credits, addresses
-// and states are checked; a peer that violates the protocol ends its own connection with ErrProtocol and a text that
-// says how. What a connection uses is bounded by its Config, and a Listener sets up several at once, so that a peer
-// that does not complete its connection holds up no other.
+// A peer can write to its connection's receive buffer and tables, to what is mapped for it, and to nothing else: each
+// connection has a protection domain of its own, so that the keys of one mean nothing to another's peer. Lengths,
+// credits, addresses and states are checked; a peer that violates the protocol ends its own connection with ErrProtocol
+// and a text that says how. What a connection uses is bounded by its Config, and a Listener sets up several at once, so
+// that a peer that does not complete its connection holds up no other.
 //
 // # Concurrency and resources
 //

@@ -18,6 +18,10 @@ var (
 	ErrReset error = syscall.ECONNRESET
 	// ErrShutdown is returned by Write after CloseWrite. It is syscall.EPIPE.
 	ErrShutdown error = syscall.EPIPE
+	// ErrNoRoom is returned by Map if the peer has room for no more mappings. It is syscall.ENOMEM.
+	ErrNoRoom error = syscall.ENOMEM
+	// ErrNotMapped is returned by WriteAt where the peer has mapped nothing. It is syscall.ENXIO.
+	ErrNotMapped error = syscall.ENXIO
 	// ErrInvalid is wrapped by errors about arguments; it is guestdrv's.
 	ErrInvalid = guestdrv.ErrInvalid
 )

@@ -2,6 +2,7 @@ package rstream
 
 import (
 	"encoding/binary"
+	"slices"
 	"testing"
 )
 
@@ -17,7 +18,8 @@ func FuzzConnData(f *testing.F) {
 		if again, err := decodeConnData(c.encode()); err != nil || again != c {
 			t.Fatalf("%+v, %v; %+v", again, err, c)
 		}
-		if c.credits == 0 || c.sgl.length < sglEntries || c.sgl.addr+uint64(c.sgl.length)*sgeLen-1 < c.sgl.addr {
+		if c.credits == 0 || c.sgl.length < sglEntries || c.sgl.addr+uint64(c.sgl.length)*sgeLen-1 < c.sgl.addr ||
+			c.iomaps < 0 || c.iomaps > maxIOMaps {
 			t.Fatalf("%+v", c)
 		}
 	})
@@ -28,6 +30,7 @@ func FuzzConnData(f *testing.F) {
 func FuzzStream(f *testing.F) {
 	hello := (&connData{credits: 3, sgl: sge{1 << 30, 1, 2}, buffer: sge{1 << 31, 2, 100}}).encode()
 	f.Add(append(hello, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 200, 2, 0, 0, 0, 0, 1, 0, 3, 0, 0, 0, 0, 0, 9))
+	f.Add(append(hello, 9, 0, 0, 0, 1, 2, 0, 0, 0xc0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 1, 0, 9))
 	f.Add(append(hello, 0, 0xe0, 0, 0, 2, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0x80, 0, 0, 3, 0, 0))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		const receive, send, queue, requests = 256, 300, 5, 3
@@ -39,7 +42,7 @@ func FuzzStream(f *testing.F) {
 		h.connect(&c)
 		for b = b[connDataLen:]; len(b) >= 7; b = b[7:] {
 			x, n := binary.BigEndian.Uint32(b[1:]), int(binary.BigEndian.Uint16(b[5:]))
-			switch b[0] % 8 {
+			switch b[0] % 10 {
 			case 0:
 				if h.receive(message(x)) != nil {
 					return // the connection has ended
@@ -74,7 +77,7 @@ func FuzzStream(f *testing.F) {
 				}
 			case 4:
 				if len(h.flying) > 0 {
-					if p := h.flying[0].post; p.msg.op() == opData {
+					if p := h.flying[0].post; p.msg.op() == opData { // or silent
 						h.out.completed(p.held)
 					} else {
 						h.completed()
@@ -87,6 +90,23 @@ func FuzzStream(f *testing.F) {
 				h.closeWrite()
 			case 7:
 				h.close()
+			case 8:
+				to, room, ok := h.iomaps.find(uint64(x) << 32)
+				if !ok || !h.out.writable {
+					continue
+				}
+				m := h.iomaps.table[slices.IndexFunc(h.iomaps.table, func(m iomap) bool { return m.key == to.RKey })]
+				k, inline := h.out.planDirect(int(min(uint32(1+n), room)))
+				if k < 0 || to.Addr < m.addr || to.Addr-m.addr+uint64(k) > uint64(m.length) {
+					t.Fatalf("%d of %d bytes to %+v, iomap %+v", k, n, to, m)
+				}
+				if k > 0 {
+					h.flying = append(h.flying, flight{post: h.out.direct(to, k, inline)})
+				}
+			case 9: // the key is the entry's own
+				i := n % len(h.iomaps.table)
+				iomap{uint64(x) << 32, sge{uint64(x) << 31, uint32(i), uint32(n) << 17}}.encode(
+					h.memory[receive+sglEntries*sgeLen+i*iomapLen:], binary.LittleEndian)
 			}
 			check(t, h.stream)
 		}

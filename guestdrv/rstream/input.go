@@ -16,7 +16,7 @@ type input struct {
 	freed    uint32 // bytes that have been read since, and are not announced
 	announce uint32 // offset of the half that is announced next
 
-	seq   uint16 // data messages received
+	seq   uint16 // data messages received, and those of iomaps
 	told  uint16 // seq at the last credit update
 	limit uint16 // the last data message for which the peer has credit
 	queue uint16
@@ -31,17 +31,26 @@ func (in *input) arrive(n uint32) error {
 	if rest > in.half {
 		rest -= in.half
 	}
+	if err := in.take(); err != nil {
+		return err
+	}
 	switch {
-	case in.seq == in.limit:
-		return violation("data message without credit: %d were granted in all", in.limit)
 	case n == 0:
 		return violation("data message of 0 bytes")
 	case n > rest:
 		return violation("data message of %d bytes, but the announced buffer has %d", n, rest)
 	}
-	in.seq++
 	in.open -= n
 	in.unread += n
+	return nil
+}
+
+// take takes a credit for a message.
+func (in *input) take() error {
+	if in.seq == in.limit {
+		return violation("message without credit: %d were granted in all", in.limit)
+	}
+	in.seq++
 	return nil
 }
 

@@ -6,9 +6,9 @@ import (
 	"github.com/vnicd/vnicd/guestdrv"
 )
 
-// memory is the memory of a connection, one after the other: the receive buffer, a page with the target SGL, the send
-// buffer. The peer may write to the first two. The protection domain is the connection's own, so that no other peer
-// can use its keys.
+// memory is the memory of a connection, one after the other: the receive buffer, a page with the target SGL and the
+// table of iomaps, the send buffer. The peer may write to the first two. The protection domain is the connection's own,
+// so that no other peer can use its keys.
 type memory struct {
 	pd      *guestdrv.PD
 	buf     *guestdrv.Buffer
@@ -75,6 +75,13 @@ func (m *memory) take(i int) sge {
 		clear(m.buf.Bytes()[off+12:][:4])
 	}
 	return t
+}
+
+// readIOMap is stream's: it reads an entry of the table of iomaps.
+func (m *memory) readIOMap(i int) iomap {
+	off := m.receive + sglEntries*sgeLen + i*iomapLen
+	word := m.buf.Load64(off + 16)
+	return iomap{m.buf.Load64(off), sge{addr: m.buf.Load64(off + 8), key: uint32(word), length: uint32(word >> 32)}}
 }
 
 // close releases the memory, last first. It may be repeated after an error.

@@ -130,7 +130,7 @@ func TestHostilePeer(t *testing.T) {
 		"more data than announced": {message(1 << 28), rstream.ErrProtocol, "the announced buffer has 65531"},
 		"empty data":               {message(0), rstream.ErrProtocol, "0 bytes"},
 		"credits":                  {message(4<<29 | 5000), rstream.ErrProtocol, "at most 100 more"},
-		"iomap":                    {message(6 << 29), rstream.ErrProtocol, "iomap"},
+		"iomap":                    {message(6 << 29), rstream.ErrProtocol, "announced 0 iomaps"},
 		"reserved":                 {message(3 << 29), rstream.ErrProtocol, "reserved operation 3"},
 		"control":                  {message(7<<29 | 77), rstream.ErrProtocol, "control code 77"},
 		"outside memory":           {func(x *liar) { x.say(t, x.place(1<<30), 1, "x") }, rstream.ErrReset, ""},

@@ -128,9 +128,14 @@ func (c *Conn) pump() {
 	}
 }
 
-// post posts a WRITE with inline data or, if that is nil, with the data of an SGE. c.mu is held.
+// post posts a WRITE, of a message or silent, with inline data or, if that is nil, with the data of an SGE. c.mu is
+// held.
 func (c *Conn) post(p post, id uint64, inline []byte, data guestdrv.SGE) {
-	c.wr = *guestdrv.NewWriteImm(id|uint64(p.held), p.to, p.msg.imm())
+	if p.silent {
+		c.wr = *guestdrv.NewWrite(id|uint64(p.held), p.to)
+	} else {
+		c.wr = *guestdrv.NewWriteImm(id|uint64(p.held), p.to, p.msg.imm())
+	}
 	if c.wr.Inline = inline; inline == nil && data.Length > 0 {
 		c.sgl[0] = data
 		c.wr.SGL = c.sgl[:]

@@ -14,8 +14,9 @@ import "github.com/vnicd/vnicd/guestdrv"
 //	  │  ╲──its SHUTDOWN──► it sends no data ──closeWrite: DISCONNECT───────┤
 //	  └─────────────────close: DISCONNECT, or its DISCONNECT────────────────┘
 type stream struct {
-	in  input
-	out output
+	in     input
+	out    output
+	iomaps iomaps
 
 	slots    int     // control messages that may be posted
 	pending  control // to be sent as soon as a slot is free
@@ -43,19 +44,23 @@ type post struct {
 	msg      message
 	entry    sge
 	hasEntry bool // the payload is entry, in the byte order of the peer's SGL
+	silent   bool // without immediate data: the peer is not told
 	held     int  // bytes of the send buffer that the completion frees
 }
 
 // newStream returns the protocol's state at one end. buffer is its receive buffer, of an even length; queue the
 // number of data messages that it can receive. sendBuffer and sendQueue are the bytes and data messages under way to
-// the peer. take returns entry 0 or 1 of this end's target SGL, and clears the entry's length.
-func newStream(buffer sge, queue uint16, sendBuffer, sendQueue int, take func(i int) sge) *stream {
+// the peer. take returns entry 0 or 1 of this end's target SGL, and clears the entry's length; read returns one of the
+// maps entries of its table of iomaps.
+func newStream(buffer sge, queue uint16, sendBuffer, sendQueue, maps int, take func(i int) sge,
+	read func(i int) iomap) *stream {
 	half := buffer.length / 2
 	return &stream{
 		slots: controlSlots,
 		in: input{buffer: buffer, half: half, open: half, freed: half, announce: half, queue: queue, limit: queue,
 			entry: 1},
-		out: output{size: sendBuffer, requests: sendQueue, writable: true, take: take},
+		out:    output{size: sendBuffer, requests: sendQueue, writable: true, take: take},
+		iomaps: iomaps{table: make([]iomap, maps), read: read},
 	}
 }
 
@@ -64,12 +69,14 @@ func (s *stream) hello(sgl sge) *connData {
 	sgl.length = sglEntries
 	first := s.in.buffer
 	first.length = s.in.half
-	return &connData{credits: s.in.queue, sgl: sgl, buffer: first}
+	return &connData{credits: s.in.queue, sgl: sgl, buffer: first, iomaps: len(s.iomaps.table)}
 }
 
 // connect begins with what the peer said.
 func (s *stream) connect(peer *connData) {
 	s.in.sgl = peer.sgl
+	s.iomaps.theirs = sge{addr: peer.sgl.addr + uint64(peer.sgl.length)*sgeLen, key: peer.sgl.key,
+		length: uint32(peer.iomaps)}
 	s.out.target, s.out.credits, s.out.limit, s.out.next = peer.buffer, peer.credits, peer.credits, 1
 }
 
@@ -139,7 +146,10 @@ func (s *stream) receive(m message) error {
 	case opControl:
 		return s.control(m.data())
 	case opIOMap:
-		return violation("iomap update, but this end has announced 0 iomaps")
+		if err := s.in.take(); err != nil {
+			return err
+		}
+		return s.iomaps.arrive(m.data())
 	default:
 		return violation("%v", m.op())
 	}

@@ -17,7 +17,9 @@ import (
 // peer.
 type half struct {
 	*stream
-	memory, sendBuf []byte // receive buffer and target SGL; send buffer
+	memory, sendBuf []byte // receive buffer, target SGL and iomaps; send buffer
+	mapped, want    []byte // memory that the peer may write to as far as it is mapped; what it has written there
+	announced       []bool // the parts of it that are mapped, or are about to be
 	order           binary.ByteOrder
 	flying          []flight
 	peer            *half
@@ -31,20 +33,28 @@ type flight struct {
 	data []byte
 }
 
-const testKey = 0x1234
+const (
+	testKey = 0x1234
+
+	mappedAt = 1 << 30 // from an end's address on
+	mapPart  = 300     // bytes of a mapping
+	mapStep  = 1000    // from one mapping's offset to the next one's
+)
 
 func pattern(i uint64) byte { return byte(i*7 + i>>8) }
 
 func newHalf(address uint64, receive int, queue uint16, send, requests int, order binary.ByteOrder) *half {
-	h := &half{memory: make([]byte, receive+sglEntries*sgeLen), sendBuf: make([]byte, send), order: order,
-		address: address}
+	const maps = 3
+	sgl := receive + sglEntries*sgeLen
+	h := &half{memory: make([]byte, sgl+maps*iomapLen), sendBuf: make([]byte, send), order: order, address: address,
+		mapped: make([]byte, maps*mapPart), want: make([]byte, maps*mapPart), announced: make([]bool, maps)}
 	h.stream = newStream(sge{addr: address, key: testKey, length: uint32(receive)}, queue, send, requests,
-		func(i int) sge {
+		maps, func(i int) sge {
 			b := h.memory[receive+i*sgeLen:][:sgeLen]
 			t := decodeSGE(b, h.order)
 			clear(b[12:])
 			return t
-		})
+		}, func(i int) iomap { return decodeIOMap(h.memory[sgl+i*iomapLen:], h.order) })
 	return h
 }
 
@@ -92,6 +102,48 @@ func (h *half) write(t testing.TB, n int) int {
 	return k
 }
 
+// announceMap maps a part of the memory for the peer, once.
+func (h *half) announceMap(i int) {
+	if h.announced[i] || !h.out.writable || h.gone || !h.out.ready() {
+		return
+	}
+	h.announced[i] = true
+	data := make([]byte, iomapLen)
+	iomap{uint64(i * mapStep), sge{h.address + mappedAt + uint64(i*mapPart), testKey, mapPart}}.encode(data, h.peer.order)
+	h.flying = append(h.flying, flight{h.announce(i), data})
+}
+
+// writeAt writes at most n bytes to what the peer has mapped.
+func (h *half) writeAt(t testing.TB, offset, n int) {
+	t.Helper()
+	if !h.out.writable || h.gone {
+		return
+	}
+	to, room, ok := h.iomaps.find(uint64(offset))
+	i, d := offset/mapStep, offset%mapStep
+	inside := i < len(h.peer.announced) && d < mapPart
+	known := inside && h.iomaps.table[i].length > 0 // its message has arrived
+	if ok != known || ok && (!h.peer.announced[i] || room != uint32(mapPart-d)) {
+		t.Fatalf("offset %d: %v, %d bytes", offset, ok, room)
+	}
+	if !ok {
+		return
+	}
+	n, inline := h.out.planDirect(min(n, int(room)))
+	if n == 0 {
+		return
+	}
+	data := make([]byte, n)
+	if !inline {
+		data = h.sendBuf[h.out.head:][:n]
+	}
+	for k := range data {
+		data[k] = pattern(h.sent + uint64(offset+k))
+	}
+	copy(h.peer.want[i*mapPart+d:], data)
+	h.flying = append(h.flying, flight{h.out.direct(to, n, inline), data})
+}
+
 // pump sends what is due.
 func (h *half) pump() {
 	for {
@@ -117,16 +169,21 @@ func (h *half) deliver(t testing.TB) {
 	f := h.flying[0]
 	h.flying = h.flying[1:]
 	if len(f.data) > 0 {
-		off := f.to.Addr - h.peer.address
-		if f.to.RKey != testKey || off+uint64(len(f.data)) > uint64(len(h.peer.memory)) {
+		off, memory := f.to.Addr-h.peer.address, h.peer.memory
+		if f.silent {
+			off, memory = off-mappedAt, h.peer.mapped
+		}
+		if f.to.RKey != testKey || off+uint64(len(f.data)) > uint64(len(memory)) {
 			t.Fatalf("WRITE of %d bytes to %+v: outside of the peer's memory", len(f.data), f.to)
 		}
-		copy(h.peer.memory[off:], f.data)
+		copy(memory[off:], f.data)
 	}
-	if err := h.peer.receive(f.msg); err != nil {
-		t.Fatalf("%v", err)
+	if !f.silent {
+		if err := h.peer.receive(f.msg); err != nil {
+			t.Fatalf("%v", err)
+		}
 	}
-	if f.msg.op() == opData {
+	if op := f.msg.op(); op == opData || op == opIOMap {
 		h.out.completed(f.held)
 	} else {
 		h.completed()
@@ -162,7 +219,7 @@ func TestStreams(t *testing.T) {
 		ends[1].out.seq, ends[1].out.limit = 65500, 65500+ends[0].in.queue
 		for range 20000 {
 			h := ends[rng.IntN(2)]
-			switch rng.IntN(4) {
+			switch rng.IntN(6) {
 			case 0:
 				h.write(t, 1+rng.IntN(3000))
 			case 1:
@@ -171,6 +228,10 @@ func TestStreams(t *testing.T) {
 				h.deliver(t)
 			case 3:
 				h.pump()
+			case 4:
+				h.announceMap(rng.IntN(len(h.announced)))
+			case 5:
+				h.writeAt(t, rng.IntN((len(h.announced)+1)*mapStep), 1+rng.IntN(2*mapPart))
 			}
 		}
 		for _, h := range ends {
@@ -186,6 +247,9 @@ func TestStreams(t *testing.T) {
 			}
 		}
 		for i, h := range ends {
+			if !bytes.Equal(h.mapped, h.want) || bytes.Equal(h.want, make([]byte, len(h.want))) {
+				t.Errorf("seed %d, end %d: mapped memory differs, or nothing was written to it", seed, i)
+			}
 			if h.received != h.peer.sent || h.sent == 0 || !h.finished || !h.gone && !h.left || !h.idle() {
 				t.Errorf("seed %d, end %d: %d of %d bytes, %+v", seed, i, h.received, h.peer.sent, h.stream)
 			}
@@ -204,12 +268,24 @@ func TestGolden(t *testing.T) {
 	if got, err := decodeConnData(want); err != nil || got != c {
 		t.Errorf("decoded %+v, %v", got, err)
 	}
+	// With RDMA_IOMAPSIZE 1, as riostream has it.
+	want[1], want[7], c.iomaps = 2, 1, 1
+	if got := c.encode(); !bytes.Equal(got, want) {
+		t.Errorf("encoded\n%x\n%x", got, want)
+	}
+	for b, n := range map[byte]int{0: 0, 1: 1, 128: 128, 129: maxIOMaps, 255: maxIOMaps} {
+		want[7] = b
+		if got, err := decodeConnData(want); err != nil || got.iomaps != n {
+			t.Errorf("%d decoded as %d iomaps, %v", b, got.iomaps, err)
+		}
+	}
 	for _, tc := range []struct {
 		m    message
 		want string
 	}{
 		{newMessage(opData, 65536), "00010000"},
 		{newMessage(opSGL, 768), "80000300"},
+		{newMessage(opIOMap, 1), "c0000001"},
 		{newMessage(opControl, controlShutdown), "e0000002"},
 		{newMessage(opControl, controlDisconnect), "e0000000"},
 	} {
@@ -221,6 +297,11 @@ func TestGolden(t *testing.T) {
 	c.buffer.encode(b[:], binary.LittleEndian)
 	if got := hex.EncodeToString(b[:]); got != "00002011007f0000"+"b4b3b2b1"+"00000100" {
 		t.Errorf("entry %s", got)
+	}
+	var m [iomapLen]byte
+	iomap{0x1020, c.buffer}.encode(m[:], binary.LittleEndian)
+	if got := hex.EncodeToString(m[:]); got != "2010000000000000"+hex.EncodeToString(b[:]) {
+		t.Errorf("iomap %s", got)
 	}
 }
 
@@ -276,7 +357,9 @@ func TestViolations(t *testing.T) {
 		"credits in more than 16 bits": {[]message{newMessage(opSGL, 1<<16+5)}, ""},
 		"fewer credits":                {[]message{newMessage(opSGL, 4)}, "expected at most 5 more"},
 		"more credits than it has":     {[]message{newMessage(opSGL, 6)}, "expected at most 5 more"},
-		"iomap":                        {[]message{newMessage(opIOMap, 0)}, "announced 0 iomaps"},
+		"iomap":                        {[]message{newMessage(opIOMap, 2)}, ""},
+		"iomap behind the table":       {[]message{newMessage(opIOMap, 3)}, "entry 3, but this end has announced 3 iomaps"},
+		"iomaps take credits":          {slices.Repeat([]message{newMessage(opIOMap, 0)}, 5), "without credit"},
 		"reserved 1":                   {[]message{newMessage(1, 1)}, "reserved operation 1"},
 		"reserved 2":                   {[]message{newMessage(2, 1)}, "reserved operation 2"},
 		"reserved 3":                   {[]message{newMessage(3, 1)}, "reserved operation 3"},
@@ -295,6 +378,14 @@ func TestViolations(t *testing.T) {
 			case err != nil:
 				t.Errorf("%s, message %d: %v", name, i, err)
 			}
+		}
+	}
+	// Iomaps that exceed the address space, or that of offsets.
+	for _, m := range []iomap{{0, sge{^uint64(0) - 1, 1, 3}}, {^uint64(0) - 1, sge{0, 1, 3}}} {
+		h := newHalf(1<<20, size, 4, size, 8, binary.LittleEndian)
+		m.encode(h.memory[size+sglEntries*sgeLen:], binary.LittleEndian)
+		if err := h.receive(newMessage(opIOMap, 0)); !errors.Is(err, ErrProtocol) {
+			t.Errorf("iomap %+v: %v", m, err)
 		}
 	}
 	// An entry of the target SGL that exceeds the address space.
@@ -321,6 +412,7 @@ func TestConnData(t *testing.T) {
 		"no credits":        {func(b []byte) []byte { b[2], b[3] = 0, 0; return b }, "0 credits"},
 		"SGL of one":        {func(b []byte) []byte { b[23] = 1; return b }, "SGL of 1 entries"},
 		"SGL too long":      {func(b []byte) []byte { copy(b[8:], ones); return b }, "address space"},
+		"iomaps too long":   {func(b []byte) []byte { b[1], b[7] = 2, 128; copy(b[8:], ones[:7]); return b }, "space"},
 		"buffer at the end": {func(b []byte) []byte { copy(b[24:], ones); return b }, "address space"},
 	} {
 		if _, err := decodeConnData(tc.change(good.encode())); !errors.Is(err, ErrProtocol) ||

@@ -40,21 +40,27 @@ type connData struct {
 	credits   uint16 // data messages that the sender can receive at first
 	sgl       sge    // the sender's target SGL; its length is a number of entries
 	buffer    sge    // the first entry of the receiver's target SGL
+	iomaps    int    // entries of the sender's table of iomaps, behind its target SGL; no more than maxIOMaps are used
 }
 
 const (
 	connDataLen   = 40
 	version       = 1
 	flagBigEndian = 1 << 0
+	flagIOMaps    = 1 << 1
 )
 
-// encode returns the private data of a REQ or REP. The flag for iomaps (RS_CONN_FLAG_IOMAP) is never set, and their
-// number is 0: riomap fails at the peer.
+// encode returns the private data of a REQ or REP. Without iomaps their flag (RS_CONN_FLAG_IOMAP) is not set, and
+// riomap fails at the peer.
 func (c *connData) encode() []byte {
 	b := make([]byte, connDataLen)
 	b[0] = version
 	if c.bigEndian {
 		b[1] = flagBigEndian
+	}
+	if c.iomaps > 0 {
+		b[1] |= flagIOMaps
+		b[7] = uint8(c.iomaps)
 	}
 	binary.BigEndian.PutUint16(b[2:], c.credits)
 	c.sgl.encode(b[8:], binary.BigEndian)
@@ -73,17 +79,29 @@ func decodeConnData(b []byte) (c connData, err error) {
 	}
 	c = connData{bigEndian: b[1]&flagBigEndian != 0, credits: binary.BigEndian.Uint16(b[2:]),
 		sgl: decodeSGE(b[8:], binary.BigEndian), buffer: decodeSGE(b[24:], binary.BigEndian)}
+	if b[1]&flagIOMaps != 0 {
+		c.iomaps = min(ofScale(b[7]), maxIOMaps)
+	}
 	switch {
 	case c.credits == 0:
 		return c, violation("0 credits, expected at least 1")
 	case c.sgl.length < sglEntries: // the first update goes to entry 1
 		return c, violation("target SGL of %d entries, expected at least %d", c.sgl.length, sglEntries)
-	case !c.sgl.holds(uint64(c.sgl.length) * sgeLen):
-		return c, violation("target SGL of %d entries at %#x exceeds the address space", c.sgl.length, c.sgl.addr)
+	case !c.sgl.holds(uint64(c.sgl.length)*sgeLen + uint64(c.iomaps)*iomapLen):
+		return c, violation("target SGL of %d entries and %d iomaps at %#x exceed the address space", c.sgl.length,
+			c.iomaps, c.sgl.addr)
 	case !c.buffer.holds(uint64(c.buffer.length)):
 		return c, violation("buffer of %d bytes at %#x exceeds the address space", c.buffer.length, c.buffer.addr)
 	}
 	return c, nil
+}
+
+// ofScale returns the number that a byte of the private data stands for (rs_scale_to_value): above 128 in steps of 256.
+func ofScale(b uint8) int {
+	if b <= 1<<7 {
+		return int(b)
+	}
+	return int(b&^(1<<7)) << 8
 }
 
 // order returns the byte order of the entries in the sender's SGL.

@@ -6,13 +6,14 @@ import (
 	"crypto/sha256"
 	_ "embed"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
-	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -50,55 +51,25 @@ var streamRuns = []struct {
 
 // TestHostStreams: programs of the host with guestdrv/rstream (PF-4, MT-10) and unmodified programs of rsockets in
 // VMs on the same host and on another. The distribution's rstream transfers data of several sizes, in both roles.
-// Python's HTTP client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp.
-// riostream, which needs iomaps, fails with an error at once, and the server goes on.
+// So does riostream, which writes into memory that its peer has mapped; it fails at once where the peer has no room for
+// mappings. Python's HTTP client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp.
 func TestHostStreams(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
-	addApplications(ctx, t, w.a, `  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
-  - {name: app2, network: blue, mac: "02:00:00:00:00:a2", ips: [10.0.0.102]}`)
+	addApplications(ctx, t, w.a, streamApps)
+	h := newStreamingApps(ctx, t, w.a)
 	a, b := w.load(ctx, t)
-	dev := must[*guestdrv.Device](t)(guestdrv.Open(ctx, w.a.Dir+"/app1.hca", guestdrv.Config{}))
-	t.Cleanup(func() { check(t, dev.Close()) })
-	m := must[*rdmacm.Manager](t)(rdmacm.New(ctx, dev, rdmacm.Config{Address: netip.MustParseAddr("10.0.0.101")}))
-	t.Cleanup(func() { check(t, m.Close()) })
-	ln := must[*rstream.Listener](t)(rstream.Listen(m, 7471, rstream.Config{}))
-	t.Cleanup(func() { check(t, ln.Close()) })
 	for _, peer := range []struct {
 		name string
 		end  lab.End
 	}{{"same host", a}, {"another host", b}} {
-		t.Run(peer.name, func(t *testing.T) {
-			for _, run := range streamRuns {
-				cmd := fmt.Sprintf("rstream -T v %s -S %d -C %d -I %d", run.options, run.size, run.count, run.iterations)
-				x := &streamPeer{bytes: run.size * run.count, iterations: run.iterations}
-				t.Run(run.name+", host serves", func(t *testing.T) {
-					x := *x
-					served := make(chan error, 1)
-					go func() { served <- x.serve(ln) }()
-					r, err := peer.end.VM.Shell(ctx, lab.Limited(4*time.Minute, cmd+" -s 10.0.0.101"))
-					if serr := <-served; serr != nil || err != nil || r.ExitCode != 0 {
-						t.Fatalf("host: %v\nVM: %v, exit %d\n%s%s", serr, err, r.ExitCode, r.Stdout, r.Stderr)
-					}
-				})
-				t.Run(run.name+", VM serves", func(t *testing.T) {
-					x := *x
-					srv := must[*qemu.Process](t)(lab.Listen(ctx, peer.end.VM, cmd+" -b 0.0.0.0", 0))
-					cerr := x.dial(ctx, m, peer.end.Addr+":7471")
-					if cerr != nil {
-						_ = srv.Kill(ctx)
-					}
-					if r, err := srv.Wait(ctx); cerr != nil || err != nil || r.ExitCode != 0 {
-						t.Fatalf("host: %v\nVM: %v, exit %d\n%s%s", cerr, err, r.ExitCode, r.Stdout, r.Stderr)
-					}
-				})
-			}
-		})
+		t.Run(peer.name, func(t *testing.T) { h.transfer(ctx, t, peer.end) })
+		t.Run(peer.name+", mapped memory", func(t *testing.T) { h.transferMapped(ctx, t, peer.end) })
 	}
-	t.Run("riostream", func(t *testing.T) {
+	t.Run("no room for mappings", func(t *testing.T) {
 		accepted := make(chan net.Conn, 1)
 		go func() {
-			c, err := ln.Accept()
+			c, err := h.listener.Accept()
 			if err != nil {
 				t.Error(err)
 			}
@@ -140,6 +111,178 @@ func hostHTTP(ctx context.Context, t *testing.T, l *lab.Lab, w *twoHosts, vm *qe
 		t.Errorf("fetch.py: %s\n%s", out, p.LogTail())
 	}
 	t.Log(strings.TrimSpace(out))
+}
+
+// streamApps are the applications of streamingApps, and of the web server.
+const streamApps = `  - {name: app1, network: blue, mac: "02:00:00:00:00:a1", ips: [10.0.0.101]}
+  - {name: app2, network: blue, mac: "02:00:00:00:00:a2", ips: [10.0.0.102]}
+`
+
+// streamingApps are programs of a host that use guestdrv/rstream, with the device of app1.
+type streamingApps struct {
+	manager  *rdmacm.Manager
+	listener *rstream.Listener // has room for no mappings
+	mapped   *rstream.Listener // has
+}
+
+const mappedPort = 7472 // of streamingApps.mapped
+
+var withMaps = rstream.Config{Maps: 1}
+
+func newStreamingApps(ctx context.Context, t *testing.T, host *lab.Host) *streamingApps {
+	t.Helper()
+	m := managerOf(ctx, t, host, "app1", "10.0.0.101")
+	h := &streamingApps{m, must[*rstream.Listener](t)(rstream.Listen(m, 7471, rstream.Config{})),
+		must[*rstream.Listener](t)(rstream.Listen(m, mappedPort, withMaps))}
+	for _, ln := range []*rstream.Listener{h.listener, h.mapped} {
+		t.Cleanup(func() { check(t, ln.Close()) })
+	}
+	return h
+}
+
+// transfer transfers data to and from rstream at an end, in both roles.
+func (h *streamingApps) transfer(ctx context.Context, t *testing.T, end lab.End) {
+	for _, run := range streamRuns {
+		cmd := fmt.Sprintf("rstream -T v %s -S %d -C %d -I %d", run.options, run.size, run.count, run.iterations)
+		x := streamPeer{bytes: run.size * run.count, iterations: run.iterations}
+		bothRoles(ctx, t, end, run.name, cmd, "-s 10.0.0.101", func() error { x := x; return x.serve(h.listener) },
+			func(address string) error { x := x; return x.dial(ctx, h.manager, address) })
+	}
+}
+
+// transferMapped does so with riostream.
+func (h *streamingApps) transferMapped(ctx context.Context, t *testing.T, end lab.End) {
+	for _, run := range []struct {
+		name                    string
+		size, count, iterations int
+		options                 string
+	}{
+		{"1 B", 1, 20, 20, ""}, {"65 B, blocking", 65, 20, 20, "-T b"}, {"5,000 B, poll", 5000, 5, 10, "-T a"},
+		{"300,001 B, small buffers", 300001, 2, 3, "-B 8192"}, {"1 MiB, nothing inline", 1 << 20, 2, 3, "-i 0"},
+	} {
+		cmd := fmt.Sprintf("riostream -T v %s -S %d -C %d -I %d", run.options, run.size, run.count, run.iterations)
+		x := mappedPeer{size: run.size, count: run.count, iterations: run.iterations}
+		bothRoles(ctx, t, end, run.name, cmd, fmt.Sprintf("-s 10.0.0.101 -p %d", mappedPort),
+			func() error { x := x; return x.serve(h.manager, h.mapped) },
+			func(address string) error { x := x; return x.dial(ctx, h.manager, address) })
+	}
+}
+
+// bothRoles runs a program at an end, as the client of serve and as the server of dial.
+func bothRoles(ctx context.Context, t *testing.T, end lab.End, name, cmd, asClient string, serve func() error,
+	dial func(address string) error) {
+	t.Helper()
+	t.Run(name+", host serves", func(t *testing.T) {
+		served := make(chan error, 1)
+		go func() { served <- serve() }()
+		r, err := end.VM.Shell(ctx, lab.Limited(4*time.Minute, cmd+" "+asClient))
+		if serr := <-served; serr != nil || err != nil || r.ExitCode != 0 {
+			t.Fatalf("host: %v\nVM: %v, exit %d\n%s%s", serr, err, r.ExitCode, r.Stdout, r.Stderr)
+		}
+	})
+	t.Run(name+", VM serves", func(t *testing.T) {
+		srv := must[*qemu.Process](t)(lab.Listen(ctx, end.VM, cmd+" -b 0.0.0.0", 0))
+		cerr := dial(end.Addr + ":7471")
+		if cerr != nil {
+			_ = srv.Kill(ctx)
+		}
+		if r, err := srv.Wait(ctx); cerr != nil || err != nil || r.ExitCode != 0 {
+			t.Fatalf("host: %v\nVM: %v, exit %d\n%s%s", cerr, err, r.ExitCode, r.Stdout, r.Stderr)
+		}
+	})
+}
+
+// mappedPeer is riostream's other end on the host, with -T v. Each end maps memory, and the other one writes all of it,
+// count times in each turn and the client first. The last byte is the turn's number once that is over; what is before
+// it is compared then.
+type mappedPeer struct {
+	size, count, iterations int
+	sent, received          byte // as for streamPeer
+	turn                    byte
+
+	conn   *rstream.Conn
+	memory *guestdrv.Buffer // mapped for riostream
+}
+
+func (p *mappedPeer) serve(m *rdmacm.Manager, l net.Listener) error {
+	c, err := l.Accept()
+	if err != nil {
+		return err
+	}
+	return p.run(c.(*rstream.Conn), m, false)
+}
+
+func (p *mappedPeer) dial(ctx context.Context, m *rdmacm.Manager, address string) error {
+	c, err := rstream.Dial(ctx, m, address, withMaps)
+	if err != nil {
+		return err
+	}
+	return p.run(c, m, true)
+}
+
+func (p *mappedPeer) run(c *rstream.Conn, m *rdmacm.Manager, client bool) (err error) {
+	p.conn = c
+	p.memory, err = m.Device().Alloc((p.size + 7) &^ 7)
+	if err != nil {
+		return errors.Join(err, c.Close())
+	}
+	defer func() { err = errors.Join(err, c.Close(), p.memory.Close()) }()
+	p.memory.Bytes()[p.size-1] = 0xff
+	if _, err := c.Map(p.memory, 0, p.size, 0); err != nil {
+		return err
+	}
+	if err := c.SetDeadline(time.Now().Add(4 * time.Minute)); err != nil {
+		return err
+	}
+	hello := make([]byte, 16)
+	say := func() error { _, err := c.Write(hello); return err }
+	hear := func() error { _, err := io.ReadFull(c, hello); return err }
+	first, second, turns := hear, say, []func() error{p.receive, p.send}
+	if client {
+		first, second = say, hear
+		slices.Reverse(turns)
+	}
+	if err := errors.Join(first(), second()); err != nil {
+		return err
+	}
+	for i := range p.iterations {
+		if err := errors.Join(turns[0](), turns[1]()); err != nil {
+			return fmt.Errorf("round %d of %d: %w", i, p.iterations, err)
+		}
+	}
+	return nil
+}
+
+// send is a turn of this end's.
+func (p *mappedPeer) send() error {
+	data := bytes.Clone(p.memory.Bytes()[:p.size]) // riostream sends what it has received, too
+	for i := range p.count {
+		if i == p.count-1 {
+			copy(data, pattern(&p.sent, p.size-1))
+			data[p.size-1] = p.turn
+			p.turn++
+		}
+		if _, err := p.conn.WriteAt(data, 0); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receive waits for the end of a turn of riostream's.
+func (p *mappedPeer) receive() error {
+	last := p.size - 1
+	for end := time.Now().Add(4 * time.Minute); byte(p.memory.Load64(last&^7)>>(last&7*8)) != p.turn; {
+		if time.Now().After(end) {
+			return fmt.Errorf("turn %d does not end", p.turn)
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+	p.turn++
+	if !bytes.Equal(p.memory.Bytes()[:last], pattern(&p.received, last)) {
+		return fmt.Errorf("turn %d: %d bytes differ from what was expected", p.turn-1, last)
+	}
+	return nil
 }
 
 // streamPeer is rstream's other end on the host, with -T v: each end sends the numbers 0, 1, … as bytes.

@@ -117,6 +117,11 @@ func registry() []Row {
 			Name: protectedRow, What: "remote_write_64k, encrypted (`underlay: {protect: wireguard}`)",
 			Anchor: "the same in cleartext", Unit: "Gbit/s", Open: protectedWrite,
 		},
+		{
+			Name:   "stream_64k",
+			What:   "net.Conn of guestdrv/rstream between programs of two hosts, Writes of 64 KiB",
+			Anchor: "TCP over kernel VXLAN, the same program", Unit: "Gbit/s", Open: stream,
+		},
 		lossRow("01", 0.001), lossRow("1", 0.01), lossLatencyRow("01", 0.001), lossLatencyRow("1", 0.01),
 		{
 			Name:   "incast_8",

@@ -11,6 +11,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -52,7 +53,8 @@ var streamRuns = []struct {
 // TestHostStreams: programs of the host with guestdrv/rstream (PF-4, MT-10) and unmodified programs of rsockets in
 // VMs on the same host and on another. The distribution's rstream transfers data of several sizes, in both roles.
 // So does riostream, which writes into memory that its peer has mapped; it fails at once where the peer has no room for
-// mappings. Python's HTTP client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp.
+// mappings. Python's HTTP client, with the preload library, gets 1,000 files from net/http in guestdrv/examples/rhttp,
+// and by TCP for comparison.
 func TestHostStreams(t *testing.T) {
 	l, ctx := newLab(t)
 	w := newTwoHosts(ctx, t, l)
@@ -105,12 +107,25 @@ func hostHTTP(ctx context.Context, t *testing.T, l *lab.Lab, w *twoHosts, vm *qe
 	t.Cleanup(p.Kill)
 	eventually(ctx, t, "the program listens", func() bool { return strings.Contains(p.LogTail(), "serving") })
 	check(t, vm.WriteFile(ctx, "/tmp/fetch.py", []byte(fetch)))
-	cmd := fmt.Sprintf("env LD_PRELOAD=%s python3 /tmp/fetch.py 10.0.0.102 8080 1000 ", preload)
-	out := run(ctx, t, vm, lab.Limited(5*time.Minute, cmd+strings.Join(names, " ")))
-	if !strings.Contains(out, "1000 requests") {
-		t.Errorf("fetch.py: %s\n%s", out, p.LogTail())
+	// For comparison, over TCP by the VM's network card and a TAP port of the same host.
+	const tap = "10.0.0.201"
+	must[string](t)(w.a.CLI(ctx, "network", "add-tap", "blue", "blue0", "address", tap+"/24"))
+	var ln net.Listener
+	check(t, w.a.NS.Do(func() (err error) { ln, err = net.Listen("tcp4", tap+":8080"); return err }))
+	server := http.Server{Handler: http.FileServer(http.Dir(dir))}
+	go func() { _ = server.Serve(ln) }() // until Close
+	t.Cleanup(func() { check(t, server.Close()) })
+	for _, x := range []struct{ name, env, address string }{
+		{"rsockets", "LD_PRELOAD=" + preload, "10.0.0.102"}, {"TCP", "", tap},
+	} {
+		begin := time.Now()
+		out := run(ctx, t, vm, lab.Limited(5*time.Minute, fmt.Sprintf("env %s python3 /tmp/fetch.py %s 8080 1000 %s", x.env,
+			x.address, strings.Join(names, " "))))
+		if !strings.Contains(out, "1000 requests") {
+			t.Errorf("fetch.py by %s: %s\n%s", x.name, out, p.LogTail())
+		}
+		t.Logf("by %s: %s, %.1f s", x.name, strings.TrimSpace(out), time.Since(begin).Seconds())
 	}
-	t.Log(strings.TrimSpace(out))
 }
 
 // streamApps are the applications of streamingApps, and of the web server.

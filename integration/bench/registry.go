@@ -67,6 +67,10 @@ func registry() []Row {
 			Anchor: "each registered and invalidated", Unit: "msg/s", Goals: []Goal{ratioAtLeast(1)}, Open: realAddresses,
 		},
 		{
+			Name: "application_write_4k", What: "local RDMA WRITE 4 KiB between two programs of the host (GVMI 0), by keys",
+			Anchor: "between two VMs, by keys", Unit: "msg/s", Open: applicationWrites,
+		},
+		{
 			Name:   "latency_busy",
 			What:   "local WRITE 8 B, one way, median, while two other VMs stream WRITEs of 64 KiB through the engine",
 			Anchor: "they do not", Unit: "ns", Open: busyLatency(64<<10, 16<<20),

@@ -187,7 +187,12 @@ type node struct {
 }
 
 func (b *Bench) open(h *lab.Host, i int, memory uint64) (*node, error) {
-	d, err := guestdrv.Open(context.Background(), hcaSocket(h, i), guestdrv.Config{Memory: memory})
+	return b.openAt(h, hcaSocket(h, i), i, memory)
+}
+
+// openAt is open with another socket.
+func (b *Bench) openAt(h *lab.Host, socket string, i int, memory uint64) (*node, error) {
+	d, err := guestdrv.Open(context.Background(), socket, guestdrv.Config{Memory: memory})
 	if err != nil {
 		return nil, err
 	}

@@ -1,7 +1,7 @@
 // Package rstream has stream connections over RDMA, net.Conn and net.Listener, for programs on the host (PF-4,
 // MT-10). Their peers are other such programs, and programs in VMs that use librdmacm's rsockets: with the functions
-// of rdma/rsocket.h, or unmodified through the library librspreload.so. net/http and all else that takes a
-// net.Listener or a net.Conn works over them:
+// of rdma/rsocket.h, or unmodified through the library librspreload.so. net/http, gRPC and all else that takes
+// a net.Listener or a net.Conn work over them:
 //
 //	m, err := rdmacm.New(ctx, dev, rdmacm.Config{Address: netip.MustParseAddr("10.0.0.5")})
 //	l, err := rstream.Listen(m, 80, rstream.Config{})

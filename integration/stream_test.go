@@ -249,9 +249,10 @@ func (p *mappedPeer) run(c *rstream.Conn, m *rdmacm.Manager, client bool) (err e
 	if err := c.SetDeadline(time.Now().Add(4 * time.Minute)); err != nil {
 		return err
 	}
-	hello := make([]byte, 16)
+	// riostream receives this into its mapped memory, where a turn must not seem to be over.
+	hello := bytes.Repeat([]byte{0xff}, 16)
 	say := func() error { _, err := c.Write(hello); return err }
-	hear := func() error { _, err := io.ReadFull(c, hello); return err }
+	hear := func() error { _, err := io.ReadFull(c, make([]byte, len(hello))); return err }
 	first, second, turns := hear, say, []func() error{p.receive, p.send}
 	if client {
 		first, second = say, hear

@@ -12,22 +12,20 @@ import (
 // programs the processor's, which in a virtual machine costs microseconds (RDMA WRITEs of 8 bytes between two hosts
 // took 43 us in place of 36).
 //
-// A timer that only makes something faster (affordable) is not worth more than a small part of the loop's time. It
-// costs twice: setting the alarm, and, mostly in vain, waking up. Where the processor's timer is its own that takes a
-// fraction of a microsecond and a few; in a virtual machine within another one, 10 us and 30.
+// A timer that only makes something faster (affordable) is not worth more than a small part of the loop's time. Where
+// the processor's timer is its own, setting it takes a fraction of a microsecond, and an alarm is always worth it. In a
+// virtual machine within another one it takes 10 us, and 30 to go off.
 type alarm struct {
 	fd    int
 	at    int64 // when it goes off; in the past: it is not set
 	setAt int64 // when it was set last; 0: never
 	cost  int64 // what setting it for soon takes, ns, smoothed
-	late  int64 // how late it wakes the loop, which is about what that costs, ns, smoothed
 }
 
 const (
-	alarmShare = 200  // alarms that nothing depends on take one part in so many of the loop's time at most
-	maxCost    = 10e3 // ns; longer ones were interrupted, and no timer shall be late by more than alarmShare times both
-	maxLate    = 40e3 // ns
-	costWeight = 8    // the newest one counts for one part in so many
+	alarmShare = 200  // settings that nothing depends on take one part in so many of the loop's time at most
+	maxCost    = 10e3 // ns; longer ones were interrupted, and no timer shall be late by more than alarmShare*maxCost
+	costWeight = 8    // the newest cost counts for one part in so many
 	soon       = 1e6  // ns; the processor's timer need not be set for what comes after the kernel's next tick
 )
 
@@ -57,14 +55,7 @@ func (a *alarm) by(deadline, now int64) error {
 	return nil
 }
 
-// wentOff tells the alarm that it alone ended a sleep, at now.
-func (a *alarm) wentOff(now int64) {
-	if late := now - a.at; late >= 0 { // else it was set again before that was noticed
-		a.late += (min(late, maxLate) - a.late) / costWeight
-	}
-}
-
 // affordable returns the earliest time from deadline on for which setting the alarm is worth its cost.
 func (a *alarm) affordable(deadline int64) int64 {
-	return max(deadline, a.setAt+alarmShare*(a.cost+a.late))
+	return max(deadline, a.setAt+alarmShare*a.cost)
 }

@@ -69,17 +69,6 @@ func TestAlarmAffordable(t *testing.T) {
 	}
 	now, a.cost = a.setAt, 5e3
 	want(time.Microsecond, time.Millisecond)
-	for range 100 {
-		a.wentOff(a.at + 1e6) // the processor was busy
-	}
-	if a.late > maxLate || a.late < maxLate*9/10 {
-		t.Errorf("late by 1 ms a hundred times made it %d ns", a.late)
-	}
-	a.late = 20e3
-	a.wentOff(a.at - 1) // it was set again
-	want(time.Microsecond, 5*time.Millisecond)
-	a.late = 0
-	want(time.Microsecond, time.Millisecond)
 	want(time.Hour, time.Hour)
 	if err := a.by(now+soon, now+1e3); err != nil { // which leaves it as it is
 		t.Fatal(err)
@@ -119,9 +108,4 @@ func TestTimersWakeLoop(t *testing.T) {
 			t.Fatal("the timer did not wake the loop")
 		}
 	}
-	l.Visit(func() {
-		if l.alarm.late <= 0 {
-			t.Error("how late alarms are was not measured")
-		}
-	})
 }

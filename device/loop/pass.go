@@ -176,9 +176,6 @@ func (l *Loop) sleep() {
 	if l.posts.empty() && !l.stopping.Load() && !l.mailPending() && !l.manualDue() {
 		l.sleeps.Store(l.sleeps.Load() + 1)
 		l.nev = epollWait(l.epfd, l.events)
-		if l.nev == 1 && l.events[0].Fd == alarmSlot {
-			l.alarm.wentOff(l.clock.Now())
-		}
 	}
 	l.sleeping.Store(0)
 }

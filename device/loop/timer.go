@@ -48,8 +48,8 @@ func (t *Timer) Stop() {
 }
 
 // Affordable returns deadline or, where the loop has set an alarm lately and the kernel's timers cost much, a later
-// time, by up to 10 ms. A timer that only makes something faster, and is armed and stopped often, is best armed for
-// that time. Loop thread only.
+// time, by up to 2 ms. A timer that only makes something faster, and is armed and stopped often, is best armed for that
+// time. Loop thread only.
 func (l *Loop) Affordable(deadline int64) int64 { return l.alarm.affordable(deadline) }
 
 // Armed reports whether the timer is armed.

@@ -128,7 +128,7 @@ test-upgrade: deps image build ## VMs at work outlive an upgrade from another co
 
 # Debian 12's kernel and the newest of trixie-backports; `make test` boots Debian 13's.
 KERNELS = bookworm trixie-backports
-KERNEL_TESTS = ^(TestBesideRXE|TestConnections|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLifecycle|TestLimits|TestODPPrograms|TestODPRelease|TestOneHost|TestPrograms|TestReleaseWhileLost|TestRXE|TestTwoHosts|TestVerbsSuite)$$
+KERNEL_TESTS = ^(TestBesideRXE|TestConnections|TestHostStreams|TestIvshmem|TestKernelConsumers|TestKernelSockets|TestLifecycle|TestLimits|TestODPPrograms|TestODPRelease|TestOneHost|TestPrograms|TestReleaseWhileLost|TestRXE|TestTwoHosts|TestVerbsSuite)$$
 
 test-kernels: deps build ## the module without warnings, and its tests in guests with other kernels (KERNELS="bookworm trixie-backports")
 	@for r in trixie $(KERNELS); do export RELEASE=$$r && vm-images/build all >/dev/null && \

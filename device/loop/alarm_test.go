@@ -82,12 +82,15 @@ func TestAlarmAffordable(t *testing.T) {
 	}
 }
 
-// Timers of a loop that sleeps come one after the other, also those that are armed before an alarm that is set.
+// Timers of a loop that sleeps come one after the other, whether they are due soon or later than a nap, also those that
+// are armed before an alarm that is set.
 func TestTimersWakeLoop(t *testing.T) {
 	l := startLoop(t, Config{})
 	fired := make(chan int64, 1)
 	near, far := l.NewTimer(func(now int64) { fired <- now }), l.NewTimer(func(int64) {})
-	for range 20 {
+	for i := range 20 {
+		delay := []time.Duration{200 * time.Microsecond, time.Millisecond, 3 * time.Millisecond,
+			time.Duration(nap) + 10*time.Millisecond}[i%4]
 		asleep := l.Stats().Sleeps
 		deadline := int64(0)
 		l.Visit(func() {
@@ -96,7 +99,7 @@ func TestTimersWakeLoop(t *testing.T) {
 		})
 		testutil.Eventually(t, "the loop sleeps", func() bool { return l.Stats().Sleeps > asleep })
 		l.Visit(func() {
-			deadline = l.Now() + int64(time.Millisecond)
+			deadline = l.Now() + int64(delay)
 			near.Arm(deadline)
 		})
 		select {
@@ -107,5 +110,32 @@ func TestTimersWakeLoop(t *testing.T) {
 		case <-time.After(time.Minute):
 			t.Fatal("the timer did not wake the loop")
 		}
+	}
+}
+
+// Where the kernel knows no time-outs in ns, none is early either.
+func TestEpollWaitMillis(t *testing.T) {
+	epfd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(epfd)
+	var events [1]unix.EpollEvent
+	for _, timeout := range []int64{0, 1, 1500e3, 30e6} {
+		begin := Monotonic()
+		if n, took := epollWaitMillis(epfd, events[:], timeout), Monotonic()-begin; n != 0 || took < timeout {
+			t.Errorf("%d ns: %d events after %d ns", timeout, n, took)
+		}
+	}
+	fd, err := unix.Eventfd(1, unix.EFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.EpollCtl(epfd, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN}); err != nil {
+		t.Fatal(err)
+	}
+	if n := epollWaitMillis(epfd, events[:], -1); n != 1 {
+		t.Errorf("%d events, want 1", n)
 	}
 }

@@ -9,7 +9,7 @@
 //	pollers  Poll of every Poller and Mailbox
 //	flush    AtFlush hooks: send what was batched
 //	prepare  only when nothing happened for SpinFor: pollers publish "wake me" and look once more
-//	sleep    epoll_wait until an event, a wake-up or the alarm, set for the next timer
+//	sleep    epoll_wait until an event, a wake-up or the next timer
 //	resume   only after prepare: pollers take the "wake me" back
 //
 // Rules. A loop's state is accessed only on its thread; other goroutines use Do (waits) or Post (does not). A handler

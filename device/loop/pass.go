@@ -162,12 +162,18 @@ func (l *Loop) adapt(idle int64) {
 	}
 }
 
-// sleep waits in epoll until an event, a wake-up or the alarm.
+// sleep waits in epoll until an event, a wake-up or the next timer: until the alarm if that is due soon.
 func (l *Loop) sleep() {
+	timeout := int64(-1)
 	if next := l.timers.next(); next != 0 {
 		if _, manual := l.clock.(*ManualClock); !manual {
 			now := l.clock.Now()
-			if next <= now || l.alarm.by(next, now) != nil {
+			switch {
+			case next <= now:
+				return
+			case next-now >= soon:
+				timeout = next - now
+			case l.alarm.by(next, now) != nil:
 				return
 			}
 		}
@@ -175,7 +181,7 @@ func (l *Loop) sleep() {
 	l.sleeping.Store(1)
 	if l.posts.empty() && !l.stopping.Load() && !l.mailPending() && !l.manualDue() {
 		l.sleeps.Store(l.sleeps.Load() + 1)
-		l.nev = epollWait(l.epfd, l.events)
+		l.nev = epollWait(l.epfd, l.events, timeout)
 	}
 	l.sleeping.Store(0)
 }

@@ -7,20 +7,22 @@ import (
 )
 
 // alarm ends a loop's sleep when the next timer is due soon. It is a timer of the kernel that stays set over many
-// sleeps, where a time-out of epoll would be set and taken back by each: under traffic a loop sleeps for microseconds at
-// a time, with a timer that is due in a fraction of a millisecond, before the kernel's next tick. Setting such a timer
-// programs the processor's, which in a virtual machine costs microseconds (RDMA WRITEs of 8 bytes between two hosts
-// took 43 us in place of 36). For a timer that is due later epoll's time-out is the cheaper one: while an alarm is set,
-// each sleep of the processor takes more (programs that sleep took 5 % longer for a round trip).
+// sleeps, where a time-out of epoll would be set and taken back by each: under traffic a loop sleeps for microseconds
+// at a time, with a timer that is due in a fraction of a millisecond, before the kernel's next tick. Setting such a
+// timer programs the processor's, which in a virtual machine costs microseconds (RDMA WRITEs of 8 bytes between two
+// hosts took 43 us in place of 36). For a timer that is due later epoll's time-out is the cheaper one: while an alarm
+// is set, each sleep of the processor takes more (a round trip between programs that sleep took 5 % more).
 //
 // A timer that only makes something faster (affordable) is not worth more than a small part of the loop's time. Where
 // the processor's timer is its own, setting it takes a fraction of a microsecond, and an alarm is always worth it. In a
-// virtual machine within another one it takes 10 us, and 30 to go off.
+// virtual machine within another one it takes 10 us, and 30 to go off: there, under traffic, it is worth it only if
+// such a timer was of use lately.
 type alarm struct {
-	fd    int
-	at    int64 // when it goes off; in the past: it is not set
-	setAt int64 // when it was set last; 0: never
-	cost  int64 // what setting it takes, ns, smoothed
+	fd     int
+	at     int64 // when it goes off; in the past: it is not set
+	setAt  int64 // when it was set last; 0: never
+	cost   int64 // what setting it takes, ns, smoothed
+	usedAt int64 // when an affordable timer was last of use; 0: never
 }
 
 const (
@@ -28,6 +30,9 @@ const (
 	maxCost    = 10e3 // ns; longer ones were interrupted, and no timer shall be late by more than alarmShare*maxCost
 	costWeight = 8    // the newest cost counts for one part in so many
 	soon       = 1e6  // ns; timers that are due later need no alarm
+	cheap      = 1e3  // ns; a cost up to which use does not matter
+	lately     = 15e8 // ns; some 5,000 round trips, of which five lose a packet where one in a thousand is lost
+	idleFactor = 8    // of the time between settings where none was of use lately: that long only without traffic
 )
 
 func newAlarm() (alarm, error) {
@@ -55,6 +60,10 @@ func (a *alarm) by(deadline, now int64) error {
 }
 
 // affordable returns the earliest time from deadline on for which setting the alarm is worth its cost.
-func (a *alarm) affordable(deadline int64) int64 {
-	return max(deadline, a.setAt+alarmShare*a.cost)
+func (a *alarm) affordable(deadline, now int64) int64 {
+	pause := alarmShare * a.cost
+	if a.cost > cheap && (a.usedAt == 0 || now-a.usedAt > lately) {
+		pause *= idleFactor
+	}
+	return max(deadline, a.setAt+pause)
 }

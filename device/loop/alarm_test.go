@@ -43,7 +43,8 @@ func TestAlarm(t *testing.T) {
 	}
 }
 
-// An alarm is worth its cost when it was not set for a while: the longer, the more setting it costs.
+// An alarm is worth its cost when it was not set for a while: the longer, the more setting it costs, and longer if none
+// was of use.
 func TestAlarmAffordable(t *testing.T) {
 	a, err := newAlarm()
 	if err != nil {
@@ -53,7 +54,7 @@ func TestAlarmAffordable(t *testing.T) {
 	now := Monotonic()
 	want := func(deadline, want time.Duration) {
 		t.Helper()
-		if got := a.affordable(now + int64(deadline)); got != now+int64(want) {
+		if got := a.affordable(now+int64(deadline), now); got != now+int64(want) {
 			t.Errorf("affordable in %v, want %v", time.Duration(got-now), want)
 		}
 	}
@@ -68,6 +69,10 @@ func TestAlarmAffordable(t *testing.T) {
 		t.Errorf("setting it takes %d ns", a.cost)
 	}
 	now, a.cost = a.setAt, 5e3
+	want(time.Microsecond, 8*time.Millisecond) // none was of use
+	a.cost = 1e3
+	want(time.Microsecond, 200*time.Microsecond)
+	a.usedAt, a.cost = now-lately, 5e3
 	want(time.Microsecond, time.Millisecond)
 	want(time.Hour, time.Hour)
 	if err := a.by(now+soon, now+1e3); err != nil { // which leaves it as it is

@@ -474,6 +474,9 @@ func (q *qp) ArmTimer(deadline int64) {
 // Affordable implements roce.Adapter.
 func (q *qp) Affordable(deadline int64) int64 { return q.engine.loop.Affordable(deadline) }
 
+// Used implements roce.Adapter.
+func (q *qp) Used() { q.engine.loop.Used() }
+
 // arm sets the timer to the earliest deadline.
 func (q *qp) arm() {
 	at := q.deadline

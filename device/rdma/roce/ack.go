@@ -150,7 +150,9 @@ func (q *QP) advanceUna(start uint64) {
 		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
 	q.req.retireReads()
-	q.recovery.early.answered()
+	if q.recovery.early.answered() {
+		q.sched.Used()
+	}
 	q.recovery.measureRTT(q.req.una, q.now)
 	q.recovery.rtxAt, q.recovery.timeoutAt, q.recovery.probes, q.recovery.returned = 0, 0, 0, false
 	if q.req.nxt > q.req.una {

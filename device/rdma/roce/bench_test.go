@@ -122,6 +122,7 @@ func (n *benchNode) GetBuf() *frame.Buf                                 { return
 func (n *benchNode) Transmit(b *frame.Buf)                              { n.out = append(n.out, b) }
 func (n *benchNode) ArmTimer(at int64)                                  { n.timer = at }
 func (n *benchNode) Affordable(at int64) int64                          { return at }
+func (n *benchNode) Used()                                              {}
 func (n *benchNode) Fault(s Side, _ translate.Miss, _ translate.Access) { n.served[s] = true }
 func (n *benchNode) Keep() bool                                         { return false }
 func (n *benchNode) Hold(bool) *frame.Buf {

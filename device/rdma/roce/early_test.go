@@ -28,6 +28,9 @@ func withRTT(t *testing.T, back bool) (f *fabric, a *node, send func(op WROpcode
 	for range 10 {
 		send(WRWrite, 1)
 	}
+	if a.used != 0 {
+		t.Errorf("%d early timers were of use, although nothing was lost", a.used)
+	}
 	return f, a, send
 }
 
@@ -73,6 +76,14 @@ func TestEarlyProbe(t *testing.T) {
 			if s := a.q.Stats(); s.Timeouts != 0 {
 				t.Errorf("%d timeouts", s.Timeouts)
 			}
+			// It was of use if no second answer comes.
+			f.loss = nil
+			for range earlyJudged {
+				send(WRWrite, 1)
+			}
+			if want := map[bool]int{false: 1}[tc.back]; a.used != want {
+				t.Errorf("%d early timers were of use, want %d", a.used, want)
+			}
 		})
 	}
 }
@@ -105,9 +116,19 @@ func TestEarlyProbeInVain(t *testing.T) {
 	if n := late(20); n == 0 {
 		t.Error("no early probe afterwards")
 	}
+	if a.used != 0 {
+		t.Errorf("%d early timers were of use, although nothing was lost", a.used)
+	}
 }
 
-func (n *node) Affordable(at int64) int64 { return max(at, n.poor) }
+// budget is what a node's loop affords.
+type budget struct {
+	poor int64 // no alarm before this time
+	used int   // calls of Used
+}
+
+func (b *budget) Affordable(at int64) int64 { return max(at, b.poor) }
+func (b *budget) Used()                     { b.used++ }
 
 // While alarms cost too much the early probe waits, and is still earlier than others.
 func TestEarlyProbeAffordable(t *testing.T) {

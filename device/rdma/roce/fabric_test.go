@@ -73,7 +73,7 @@ type node struct {
 	atomics  int
 	maxTimer int64
 	runsAt   func(now int64) int64 // when its loop runs, from now on; nil: always
-	poor     int64                 // until then its loop affords no alarm
+	budget
 }
 
 type delivery struct {

@@ -9,7 +9,8 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
 // tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few
 // packets comes much earlier, once for each una: what is lost most often, and waited for, is a message alone. Under
-// traffic it comes only as often as the loop can afford a timer that near (Scheduler.Affordable).
+// traffic it comes only as often as the loop can afford a timer that near (Scheduler.Affordable), which is more often
+// where packets are lost.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -30,6 +31,7 @@ const (
 	earlyPackets = 4     // in flight at most: they are sent again
 	earlyBackoff = 4     // doublings at most of the time until the early probe, for a path with late responses
 	earlyCalm    = 64    // advances of una until it comes earlier again
+	earlyJudged  = 4     // advances of una after which it was not in vain
 
 	lateTimer = 1e6 // ns; a loop that runs is not that late
 	// maxLate is how often in a row a late timeout has no effect. The next one counts, so a dead peer is noticed.
@@ -71,26 +73,31 @@ type earlyProbe struct {
 	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
 	doublings   uint8  // of the time until it is sent
 	calm        uint8  // advances of una since it was in vain
+	judged      uint8  // advances of una until it is known whether the last one was in vain; 0: it is
 }
 
 // delay returns after how many ns it is due.
 func (e *earlyProbe) delay(rtt int64) int64 { return max(earlyMin, 2*rtt) << e.doublings }
 
-// answered notes that una has advanced.
-func (e *earlyProbe) answered() {
+// answered notes that una has advanced, and reports whether this shows that the last one was of use.
+func (e *earlyProbe) answered() (used bool) {
 	e.armed, e.done = false, false
-	if e.doublings == 0 {
-		return
+	if e.doublings != 0 {
+		if e.calm++; e.calm == earlyCalm {
+			e.doublings, e.calm = e.doublings-1, 0
+		}
 	}
-	if e.calm++; e.calm == earlyCalm {
-		e.doublings, e.calm = e.doublings-1, 0
+	if e.judged == 0 {
+		return false
 	}
+	e.judged--
+	return e.judged == 0
 }
 
 // duplicate notes a response that says nothing new. One to a request that was sent twice may name a later PSN.
 func (e *earlyProbe) duplicate(psn uint64) {
 	if e.sent != 0 && psn >= e.sent {
-		e.doublings, e.calm, e.sent = min(e.doublings+1, earlyBackoff), 0, 0
+		e.doublings, e.calm, e.sent, e.judged = min(e.doublings+1, earlyBackoff), 0, 0, 0
 	}
 }
 
@@ -225,7 +232,7 @@ func (q *QP) probeEarly() bool {
 		q.armRetransmit()
 		return true
 	}
-	l.early.sent = q.req.una
+	l.early.sent, l.early.judged = q.req.una, earlyJudged
 	q.goBack()
 	return true
 }

@@ -32,7 +32,7 @@ const (
 	soon       = 1e6  // ns; timers that are due later need no alarm
 	cheap      = 1e3  // ns; a cost up to which use does not matter
 	lately     = 15e8 // ns; some 5,000 round trips, of which five lose a packet where one in a thousand is lost
-	idleFactor = 8    // of the time between settings where none was of use lately: that long only without traffic
+	idleFactor = 8    // times as long between settings where none was of use lately: under traffic that is never
 )
 
 func newAlarm() (alarm, error) {

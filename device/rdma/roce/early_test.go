@@ -88,6 +88,21 @@ func TestEarlyProbe(t *testing.T) {
 	}
 }
 
+// Many packets are not sent again early, and their probe is no later for that.
+func TestEarlyProbeOfMany(t *testing.T) {
+	f, a, _ := withRTT(t, false)
+	var sent []int64
+	a.onTx = func(*wire.RoCE, []byte) bool { sent = append(sent, f.now); return false }
+	f.loss = func(p *wire.RoCE) bool { return len(sent) <= earlyPackets+1 }
+	for range earlyPackets + 1 {
+		a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	}
+	f.until("the WRITEs", 1e9, func() bool { return len(a.sends) == len(a.sq) })
+	if again := sent[earlyPackets+1] - sent[0]; again < probeMin || again > probeMin+earlyMin/2 {
+		t.Errorf("sent again after %d us, want %d", again/1e3, int64(probeMin/1e3))
+	}
+}
+
 // Where responses come late now and then, although nothing is lost, early probes soon wait longer; when the path has
 // been quiet for a while, they are early again.
 func TestEarlyProbeInVain(t *testing.T) {

@@ -70,6 +70,7 @@ type lossRecovery struct {
 // wait longer.
 type earlyProbe struct {
 	armed, done bool
+	otherwise   int64  // if armed: when the first probe is due without it
 	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
 	doublings   uint8  // of the time until it is sent
 	calm        uint8  // advances of una since it was in vain
@@ -146,7 +147,7 @@ func (q *QP) armRetransmit() {
 		if l.scoreboard.Active && l.probes <= maxGapProbes {
 			d = max(gapProbeMin, 2*rtt+l.scoreboard.ReorderWindow())
 		} else if l.peerSelective && l.probes == 0 && !l.early.done {
-			l.early.armed = true
+			l.early.armed, l.early.otherwise = true, min(l.rtxAt, now+d)
 			d = min(d, q.sched.Affordable(now+l.early.delay(rtt))-now)
 		}
 		l.rtxAt = min(l.rtxAt, now+d<<min(l.probes, maxProbes))
@@ -229,7 +230,7 @@ func (q *QP) probeEarly() bool {
 		return false
 	}
 	if q.req.nxt < q.req.sent || q.req.sent-q.req.una > earlyPackets {
-		q.armRetransmit()
+		l.rtxAt = l.early.otherwise
 		return true
 	}
 	l.early.sent, l.early.judged = q.req.una, earlyJudged

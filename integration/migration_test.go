@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -253,8 +254,29 @@ func migrate(ctx context.Context, t *testing.T, s *stand, n int) {
 	}
 	m := s.vms[s.mover]
 	g := awaitMigration(ctx, t, s.Lab, m, s.there(ctx, t))
-	t.Log(strings.TrimSpace(must[string](t)(s.host().CLI(ctx, "migrate", "--qmp", m.Socket(operator), m.Name(), g.uri))))
+	command := []string{"migrate", "--qmp", m.Socket(operator), "--destination", s.capabilities(ctx, t), m.Name(), g.uri}
+	t.Log(strings.TrimSpace(must[string](t)(s.host().CLI(ctx, command...))))
 	s.arrive(t, g, n)
+}
+
+// capabilities returns a file with those of the other host for the VM. A host with a smaller limit is refused first.
+func (s *stand) capabilities(ctx context.Context, t *testing.T) string {
+	t.Helper()
+	m, has := s.vms[s.mover], ""
+	eventually(ctx, t, "the QEMU that waits to connect", func() bool {
+		has = must[string](t)(s.hosts[1-s.at[s.mover]].CLI(ctx, "vm", "capabilities", "-j", m.Name()))
+		return strings.Contains(has, `"attached": true`) && strings.Contains(has, `"hca_device": "ivshmem"`)
+	})
+	file, fewer := filepath.Join(s.Dir, "capabilities.json"), filepath.Join(s.Dir, "fewer.json")
+	check(t, os.WriteFile(file, []byte(has), 0o600))
+	less := regexp.MustCompile(`"QPs": \d+`).ReplaceAllString(has, `"QPs": 2`)
+	check(t, os.WriteFile(fewer, []byte(less), 0o600))
+	command := []string{"migrate", "--qmp", m.Socket(operator), "--destination", fewer, m.Name(), "tcp:192.0.2.9:1"}
+	_, err := s.host().CLI(ctx, command...)
+	if err == nil || !strings.Contains(err.Error(), "limit QPs is 2") {
+		t.Fatalf("a destination with a smaller limit: %v", err)
+	}
+	return file
 }
 
 func cancelMigration(ctx context.Context, t *testing.T, s *stand, n int) {

@@ -134,8 +134,8 @@ func valuesOf(key string) completer {
 func (a *app) values() map[string]completer {
 	return map[string]completer{
 		"config": files, "control": files, "qemu": files, "qmp": files, "socket-path": files, "write": files,
-		"output": files,
-		"logs":   directories,
+		"output": files, "destination": files,
+		"logs": directories,
 
 		"network": a.names(networks), "port": a.names(ports), "vm": a.names(guests),
 

@@ -39,6 +39,7 @@ var helps = map[string]help{
 	"attach": {"", "vnicd attach --qmp /run/vm1.qmp vm1"},
 	"detach": {"", "vnicd detach --qmp /run/vm1.qmp vm1"},
 	"migrate": {"", "vnicd migrate --qmp /run/vm1.qmp vm1 tcp:192.0.2.2:4444\n" +
+		"ssh host2 vnicd vm capabilities vm1 -j |\n\tvnicd migrate --qmp /run/vm1.qmp --destination - vm1 tcp:host2:4444\n" +
 		"vnicd migrate --qmp /run/vm1.qmp vm1 file:/srv/vm1.saved"},
 	"backend": {"", "vnicd backend hca --vm vm1 --socket-path /run/vm1-hca.sock"},
 	"capture": {"", "vnicd capture vm1 -w - | wireshark -k -i -\nvnicd capture vtep -n 1000 -w tunnels.pcapng"},
@@ -137,6 +138,9 @@ offloads  checksum and segmentation offloads [on]`, "vnicd network add-tap blue 
 
 	"vm":      {"", "vnicd vm\nvnicd vm move vm1 network green"},
 	"vm show": {"", "vnicd vm show -j"},
+	"vm capabilities": {`What vnicd migrate compares: the VM's network and addresses here, whether a QEMU waits, and what
+the HCA can continue. A VM keeps its connections where each is the same, or at least as large.`,
+		"vnicd vm capabilities vm1\nvnicd vm capabilities vm1 -j >vm1.json"},
 	"vm add": {`Creates the sockets RUN-DIR/NAME.net and RUN-DIR/NAME.hca.
 
 network        name of the VM's network

@@ -2,9 +2,13 @@ package cli
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
+	"net/url"
+	"os"
 	"os/signal"
 	"strings"
 	"syscall"
@@ -18,9 +22,9 @@ import (
 )
 
 func (a *app) migrateCmd() *cobra.Command {
-	var socket string
+	var socket, destination string
 	c := &cobra.Command{
-		Use:   "migrate --qmp SOCKET VM URI",
+		Use:   "migrate --qmp SOCKET [--destination FILE] VM URI",
 		Short: "Move a running VM to another host, or save it",
 		Long: `Has QEMU move the VM to the QEMU that waits at URI, with its connections, and returns once
 it is there; that QEMU was started with the options of the other host's
@@ -28,7 +32,10 @@ it is there; that QEMU was started with the options of the other host's
 saved in a file. An interrupt cancels: the VM runs on here, as after any failure.
 
 QEMU needs no help of vnicd: this is its monitor's command migrate, after a look at what
-would prevent it. Bandwidth, compression, encryption and the like are the monitor's
+would prevent it. What only the other host knows is in FILE (-: standard input), made there
+by ` + "`vnicd vm capabilities VM -j`" + `: its network, limits and versions. Without FILE, a VM
+that they do not suit arrives there, and its driver begins anew, without connections.
+Bandwidth, compression, encryption and the like are the monitor's
 (migrate-set-parameters).
 
 ` + whichMonitor,
@@ -55,6 +62,11 @@ would prevent it. Bandwidth, compression, encryption and the like are the monito
 			if err := migratable(vm); err != nil {
 				return err
 			}
+			if destination != "" {
+				if err := a.suits(ctx, client, vm.Name, destination); err != nil {
+					return err
+				}
+			}
 			m, err := monitor(ctx, socket)
 			if err != nil {
 				return err
@@ -75,8 +87,36 @@ would prevent it. Bandwidth, compression, encryption and the like are the monito
 		},
 	}
 	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	c.Flags().StringVar(&destination, "destination", "", "`file` with the other host's capabilities")
 	monitorFlag(c, &socket)
 	return c
+}
+
+// maxCapabilities bounds a file of capabilities, in bytes. Such a file has about a thousand.
+const maxCapabilities = 1 << 20
+
+// suits returns why the VM cannot go on at the host whose capabilities are in a file.
+func (a *app) suits(ctx context.Context, client *daemon.Client, vm, path string) error {
+	in := io.Reader(os.Stdin)
+	if path != "-" {
+		f, err := os.Open(path)
+		if err != nil {
+			return usageError{err}
+		}
+		defer f.Close()
+		in = f
+	}
+	var there, here daemon.Capabilities
+	if err := json.NewDecoder(io.LimitReader(in, maxCapabilities)).Decode(&there); err != nil {
+		return fmt.Errorf("capabilities in %s: %w", path, err)
+	}
+	if err := client.Do(ctx, http.MethodGet, "/v1/vms/"+url.PathEscape(vm)+"/capabilities", nil, &here); err != nil {
+		return err
+	}
+	if err := there.Takes(&here); err != nil {
+		return fmt.Errorf("the VM stays here, because host %q cannot continue it:\n%w", there.Host, err)
+	}
+	return nil
 }
 
 // migratable returns an error if QEMU would refuse to move the VM, or would move it without its connections.

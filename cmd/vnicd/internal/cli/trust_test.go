@@ -152,7 +152,7 @@ func TestControlRights(t *testing.T) {
 	}
 
 	questions := map[string]bool{"status": true, "ports": true, "fdb": true, "neighbours": true, "routes": true,
-		"evpn": true, "evpn/routes": true, "connections": true}
+		"evpn": true, "evpn/routes": true, "connections": true, "vms/{vm}/capabilities": true}
 	source, err := os.ReadFile("../daemon/api.go")
 	if err != nil {
 		t.Fatal(err)

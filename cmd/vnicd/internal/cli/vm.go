@@ -2,8 +2,11 @@ package cli
 
 import (
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -90,9 +93,37 @@ fail when their retries are used up.`,
 			return a.setDMA(c, argv[0], translate.UplinkReadWrite)
 		},
 	}
+	capabilities := &cobra.Command{
+		Use: "capabilities VM", Short: "Show what this host has for a VM that migrates", Args: args(cobra.ExactArgs(1)),
+		ValidArgsFunction: a.complete(nil, a.names(guests)),
+		RunE:              func(c *cobra.Command, argv []string) error { return a.capabilities(c, argv[0]) },
+	}
 	return a.group("vm", "Show, add, move, quarantine and remove VMs",
 		`VMs of the running daemon. Arguments after NAME are named like the keys of the
-configuration file. Changes last until the daemon ends; add and del can save them.`, show, add, del, move, quarantine, release)
+configuration file. Changes last until the daemon ends; add and del can save them.`, show, capabilities, add, del, move,
+		quarantine, release)
+}
+
+func (a *app) capabilities(cmd *cobra.Command, vm string) error {
+	var c daemon.Capabilities
+	if err := a.ask(cmd, http.MethodGet, "/v1/vms/"+url.PathEscape(vm)+"/capabilities", nil, &c); err != nil {
+		return err
+	}
+	if a.json {
+		return a.printJSON(&c)
+	}
+	ips := "any"
+	if c.IPs != nil {
+		ips = strings.Trim(fmt.Sprint(c.IPs), "[]")
+	}
+	fmt.Fprintf(a.out, "%s: vni %d (network %s), mac %s, ip %s, queues %d\n", c.VM, c.VNI, c.Network, c.MAC, ips, c.Queues)
+	fmt.Fprintf(a.out, "hca: engines %d, event queues %d, mtu %d, features %#x, state of version 1 to %d\n", c.HCA.Engines,
+		c.HCA.EventQueues, c.HCA.PortMTU, c.HCA.Features, c.HCA.Context)
+	t := table(a.out)
+	for _, name := range slices.Sorted(maps.Keys(c.HCA.Limits)) {
+		fmt.Fprintf(t, "  %s\t%d\n", name, c.HCA.Limits[name])
+	}
+	return t.Flush()
 }
 
 // setDMA changes a VM's attribute and prints when it was in force.

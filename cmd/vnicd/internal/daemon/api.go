@@ -37,6 +37,7 @@ import (
 //	  DELETE /v1/networks/{network}/neighbours/{address}?vlan=
 //	  POST   /v1/vms?file=                             a VM; likewise
 //	  DELETE /v1/vms/{vm}
+//	* GET    /v1/vms/{vm}/capabilities                 what this host has for the VM: Capabilities
 //	  PUT    /v1/vms/{vm}/network                      {"network": name}
 //	  PUT    /v1/vms/{vm}/dma                          {"dma": "rw", "ro" or "blocked"}: answered when accesses under the
 //	                                                   previous attribute have ended, with a DMAChange
@@ -123,6 +124,7 @@ func (d *Daemon) api(has right, control string) http.Handler {
 		return done(with(r, config.ParseVM, func(c *config.VM) error { return d.addVM(c, requested(r)) }))
 	})
 	handle("DELETE /v1/vms/{vm}", func(r *http.Request) (any, error) { return done(d.RemoveVM(r.PathValue("vm"))) })
+	ask("GET /v1/vms/{vm}/capabilities", func(r *http.Request) (any, error) { return d.Capabilities(r.PathValue("vm")) })
 	handle("PUT /v1/vms/{vm}/network", func(r *http.Request) (any, error) {
 		var to struct{ Network string }
 		if err := decode(r, &to); err != nil {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 
 	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/device/rdma/abi"
@@ -52,8 +53,8 @@ func (d *Daemon) Capabilities(name string) (*Capabilities, error) {
 	return c, nil
 }
 
-// Takes returns why the VM cannot go on at c as it does at from: an error for each reason, joined. c and from may come
-// from another host, and are wrong then in any way.
+// Takes returns why the VM cannot go on at c as it does at from: an error for each reason, joined. c comes from another
+// host: anything may be in it.
 func (c *Capabilities) Takes(from *Capabilities) error {
 	if c.VM == "" || c.HCA == nil {
 		return errors.New("these are not the capabilities of a VM, as `vnicd vm capabilities VM -j` prints them")
@@ -67,7 +68,7 @@ func (c *Capabilities) Takes(from *Capabilities) error {
 		no("its network %q has VNI %d, here %q has %d", c.Network, c.VNI, from.Network, from.VNI)
 	}
 	if c.MAC != from.MAC {
-		no("the VM's MAC is %s there, %s here", c.MAC, from.MAC)
+		no("the VM's MAC is %q there, %q here", c.MAC, from.MAC)
 	}
 	if !covers(c.IPs, from.IPs) {
 		no("the VM may use %s there, %s here", addresses(c.IPs), addresses(from.IPs))
@@ -77,7 +78,7 @@ func (c *Capabilities) Takes(from *Capabilities) error {
 	}
 	switch {
 	case !c.Attached:
-		no("no QEMU waits there: start it with the options of `vnicd qemu-args --migratable %s` and -incoming", c.VM)
+		no("no QEMU waits there: start it with the options of `vnicd qemu-args --migratable %s` and -incoming", from.VM)
 	case c.Running:
 		no("a VM runs there")
 	case c.HCADevice != from.HCADevice:
@@ -108,5 +109,5 @@ func device(kind string) string {
 	if kind == "" {
 		return "not connected"
 	}
-	return kind
+	return strconv.Quote(kind)
 }

@@ -26,7 +26,7 @@ func TestCapabilitiesTake(t *testing.T) {
 		"2 queues there":              func(c *Capabilities) { c.Queues = 2 },
 		"no QEMU waits":               func(c *Capabilities) { c.Attached = false },
 		"a VM runs":                   func(c *Capabilities) { c.Running = true },
-		"vhost-user there":            func(c *Capabilities) { c.HCADevice = config.VhostUser },
+		`"vhost-user" there`:          func(c *Capabilities) { c.HCADevice = config.VhostUser },
 		"not connected there":         func(c *Capabilities) { c.HCADevice = "" },
 		"limit QPs is 2":              func(c *Capabilities) { c.HCA.Limits["QPs"] = 2 },
 		"not the capabilities":        func(c *Capabilities) { *c = Capabilities{} },

@@ -126,6 +126,13 @@ func eachGID(ctx context.Context, t *testing.T, a, b lab.End) {
 		}
 		return found
 	}
+	// After its interface comes up an IPv6 address appears within a second, and for up to two more it is checked for a
+	// duplicate (RFC 4862 5.4): no neighbour is told its MAC. The kernel asks for one second when a queue pair connects.
+	for _, e := range []lab.End{a, b} {
+		eventually(ctx, t, "VM "+e.VM.Name()+" answers for its link-local address", func() bool {
+			return run(ctx, t, e.VM, "ip -6 address show scope link -tentative") != ""
+		})
+	}
 	near, far := kinds(a), kinds(b)
 	for _, kind := range []string{"IPv4 IB/RoCE v1", "IPv6 IB/RoCE v1", "IPv4 RoCE v2", "IPv6 RoCE v2"} {
 		t.Run(kind, func(t *testing.T) {

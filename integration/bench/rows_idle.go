@@ -87,6 +87,11 @@ func growth(n, attached int, memory uint64, create func(b *Bench, h *lab.Host, n
 			if err != nil {
 				return s, err
 			}
+			defer func() {
+				for _, n := range nodes {
+					err = errors.Join(err, n.Close()) // and let its memory go
+				}
+			}()
 			before, err := privateMemory(h.Proc)
 			if err != nil {
 				return s, err

@@ -150,7 +150,10 @@ func (q *QP) advanceUna(start uint64) {
 		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
 	q.req.retireReads()
-	if q.recovery.early.answered() {
+	if q.recovery.early.lost(q.req.una) {
+		q.recovery.cwnd.OnSelectiveLoss(1, q.recovery.scoreboard.QueueBuilt())
+	}
+	if q.recovery.early.answered(n) {
 		q.sched.Used()
 	}
 	q.recovery.measureRTT(q.req.una, q.now)

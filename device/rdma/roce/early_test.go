@@ -88,7 +88,8 @@ func TestEarlyProbe(t *testing.T) {
 	}
 }
 
-// Many packets are not sent again early, and their probe is no later for that.
+// Of a peer that has just been silent, or is new, many packets are not probed early, and their probe is no later for
+// that.
 func TestEarlyProbeOfMany(t *testing.T) {
 	f, a, _ := withRTT(t, false)
 	var sent []int64
@@ -100,6 +101,47 @@ func TestEarlyProbeOfMany(t *testing.T) {
 	f.until("the WRITEs", 1e9, func() bool { return len(a.sends) == len(a.sq) })
 	if again := sent[earlyPackets+1] - sent[0]; again < probeMin || again > probeMin+earlyMin/2 {
 		t.Errorf("sent again after %d us, want %d", again/1e3, int64(probeMin/1e3))
+	}
+}
+
+// Of many packets the oldest is sent again early. If that was not needed the window stays as it was; else it gets
+// smaller.
+func TestEarlyProbeOfOldest(t *testing.T) {
+	const many = 3 * earlyPackets
+	for _, tc := range []struct {
+		name  string
+		lost  func(p *wire.RoCE, sent int) bool // sent: by a
+		again uint64                            // packets sent again
+		kept  bool
+	}{
+		{"acknowledgement", func(p *wire.RoCE, sent int) bool {
+			return p.BTH.Opcode == wire.OpRCAck && sent == many
+		}, 1, true},
+		{"all", func(p *wire.RoCE, sent int) bool { return sent <= many }, many, false},
+		{"the second half", func(p *wire.RoCE, sent int) bool { return sent > many/2 && sent <= many }, many / 2, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f, a, send := withRTT(t, false)
+			send(WRWrite, earlyHeard)
+			window, before, sent := a.q.recovery.cwnd.Size, a.q.Stats().Retransmits, 0
+			a.onTx = func(*wire.RoCE, []byte) bool { sent++; return false }
+			f.loss = func(p *wire.RoCE) bool { return tc.lost(p, sent) }
+			if took := send(WRWrite, many); took > probeMin {
+				t.Errorf("it took %d us, want less than an ordinary probe takes, %d", took/1e3, int64(probeMin/1e3))
+			}
+			f.loss = nil
+			send(WRWrite, 1) // no duplicate comes before its acknowledgement
+			s := a.q.Stats()
+			if n := s.Retransmits - before; n < tc.again || n > tc.again+earlyPackets {
+				t.Errorf("%d packets were sent again, want %d", n, tc.again)
+			}
+			if now := a.q.recovery.cwnd.Size; (now >= window) != tc.kept {
+				t.Errorf("the congestion window was %d and is %d", window, now)
+			}
+			if s.Timeouts != 0 {
+				t.Errorf("%d timeouts", s.Timeouts)
+			}
+		})
 	}
 }
 

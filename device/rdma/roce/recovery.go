@@ -6,11 +6,13 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // counted against retry_cnt until something is acknowledged. Between two vnicds: selective repeat (selective.go).
 //
 // The timeout is chosen for a whole fabric (67 ms is usual). A loss at the end of a burst, which no NAK reports, would
-// cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier, as
-// tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe of few
-// packets comes much earlier, once for each una: what is lost most often, and waited for, is a message alone. Under
-// traffic it comes only as often as the loop can afford a timer that near (Scheduler.Affordable), which is more often
-// where packets are lost.
+// cost that much. Once the connection's response time is known, the oldest packets are therefore sent again earlier,
+// as tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe comes
+// much earlier, once for each una: what is lost most often, and waited for, is a message alone. Few packets are then
+// sent again as a whole. Of many only the oldest is, by itself: if it was their acknowledgement that was lost it
+// brings another one. Not so soon after a silence, though: where the path is full, flows that return at once would
+// leave nothing to those that have waited longer. Under traffic an early probe comes only as often as the loop can
+// afford a timer that near (Scheduler.Affordable), which is more often where packets are lost.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -28,7 +30,8 @@ const (
 	vainProbes  = 2   // so many without an answer: the peer is away
 
 	earlyMin     = 350e3 // ns
-	earlyPackets = 4     // in flight at most: they are sent again
+	earlyPackets = 4     // few: so many in flight are sent again
+	earlyHeard   = 64    // packets acknowledged since the last silence until the oldest of many is
 	earlyBackoff = 4     // doublings at most of the time until the early probe, for a path with late responses
 	earlyCalm    = 64    // advances of una until it comes earlier again
 	earlyJudged  = 4     // advances of una after which it was not in vain
@@ -72,6 +75,10 @@ type earlyProbe struct {
 	armed, done bool
 	otherwise   int64  // if armed: when the first probe is due without it
 	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
+	oldest      bool   // of many, the oldest is to be sent again
+	whole       uint64 // ... it was: end of all in flight then; 0: it was not, or whether it was lost is known
+	part        bool   // ... una has advanced since then, but not to there at once
+	heard       uint8  // packets acknowledged since the peer was last silent, at most earlyHeard
 	doublings   uint8  // of the time until it is sent
 	calm        uint8  // advances of una since it was in vain
 	judged      uint8  // advances of una until it is known whether the last one was in vain; 0: it is
@@ -80,9 +87,10 @@ type earlyProbe struct {
 // delay returns after how many ns it is due.
 func (e *earlyProbe) delay(rtt int64) int64 { return max(earlyMin, 2*rtt) << e.doublings }
 
-// answered notes that una has advanced, and reports whether this shows that the last one was of use.
-func (e *earlyProbe) answered() (used bool) {
-	e.armed, e.done = false, false
+// answered notes that una has advanced by n, and reports whether this shows that the last one was of use.
+func (e *earlyProbe) answered(n uint64) (used bool) {
+	e.armed, e.done, e.oldest = false, false, false
+	e.heard = uint8(min(uint64(e.heard)+n, earlyHeard))
 	if e.doublings != 0 {
 		if e.calm++; e.calm == earlyCalm {
 			e.doublings, e.calm = e.doublings-1, 0
@@ -95,10 +103,28 @@ func (e *earlyProbe) answered() (used bool) {
 	return e.judged == 0
 }
 
+// lost notes una, which has advanced, and reports whether the oldest of many packets is known to have been lost: what
+// was sent after the probe is answered, and no duplicate has come before.
+func (e *earlyProbe) lost(una uint64) bool {
+	switch {
+	case e.whole == 0:
+		return false
+	case una < e.whole:
+		e.part = true
+		return false
+	case una == e.whole && e.part:
+		return false
+	}
+	lost := e.part
+	e.whole, e.part = 0, false
+	return lost
+}
+
 // duplicate notes a response that says nothing new. One to a request that was sent twice may name a later PSN.
 func (e *earlyProbe) duplicate(psn uint64) {
 	if e.sent != 0 && psn >= e.sent {
 		e.doublings, e.calm, e.sent, e.judged = min(e.doublings+1, earlyBackoff), 0, 0, 0
+		e.whole, e.part = 0, false
 	}
 }
 
@@ -229,17 +255,55 @@ func (q *QP) probeEarly() bool {
 	if l.scoreboard.Active || q.now >= l.timeoutAt {
 		return false
 	}
-	if q.req.nxt < q.req.sent || q.req.sent-q.req.una > earlyPackets {
+	many := q.req.sent-q.req.una > earlyPackets
+	if q.req.nxt < q.req.sent || many && (l.early.heard < earlyHeard || !q.oldestAlone()) {
 		l.rtxAt = l.early.otherwise
 		return true
 	}
 	l.early.sent, l.early.judged = q.req.una, earlyJudged
+	if many {
+		l.early.oldest, l.rtxAt = true, l.early.otherwise
+		q.wake()
+		return true
+	}
 	q.goBack()
+	return true
+}
+
+// oldestAlone reports whether the oldest packet can be sent again by itself.
+func (q *QP) oldestAlone() bool {
+	r := &q.req
+	if r.nxt < r.sent || r.una == r.sent || r.rnrUntil != 0 || r.stallUntil != 0 || q.faults.send.cause != waitNone {
+		return false
+	}
+	s := r.slot(r.head)
+	return !s.failed && s.info.kind != kindManage && !s.info.kind.needsResponse()
+}
+
+// sendOldest sends the oldest of many packets again. What is known of the others does not change: they may only be
+// late. It returns false if the requester must stop.
+func (q *QP) sendOldest() bool {
+	e, r := &q.recovery.early, &q.req
+	e.oldest = false
+	if !q.oldestAlone() {
+		return true
+	}
+	s := r.slot(r.head)
+	r.sinceAckReq = ackEvery // it asks for an acknowledgement
+	buf := q.sendPacket(s, r.una-s.first)
+	if buf == nil {
+		return q.requesterActive()
+	}
+	e.whole = r.sent
+	q.recovery.timedPSN = 0 // as in goBack
+	q.stats.Retransmits++
+	q.transmit(&q.tx, buf)
 	return true
 }
 
 // noteSilence records that una is sent again because the peer is silent.
 func (l *lossRecovery) noteSilence(una uint64) {
+	l.early.heard = 0
 	if l.silentSince == 0 {
 		l.silentSince = l.scoreboard.SentAt(una)
 	}

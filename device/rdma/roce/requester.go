@@ -246,6 +246,9 @@ func (q *QP) runRC(budget int) (more bool) {
 	if q.req.nextPSN < q.req.sent && !q.fetchSent() {
 		return false
 	}
+	if q.recovery.early.oldest && !q.sendOldest() {
+		return false
+	}
 	asked, left := false, uint64(0)
 	for ; budget > 0; budget-- {
 		if q.recovery.scoreboard.Active && q.req.nxt < q.req.sent {

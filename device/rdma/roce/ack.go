@@ -150,8 +150,8 @@ func (q *QP) advanceUna(start uint64) {
 		q.req.nxt, q.req.cur = q.req.una, q.req.head
 	}
 	q.req.retireReads()
-	if q.recovery.early.lost(q.req.una) {
-		q.recovery.cwnd.OnSelectiveLoss(1, q.recovery.scoreboard.QueueBuilt())
+	if l := &q.recovery; l.early.lost(q.req.una) && l.scoreboard.CutWindow(l.early.first, q.req.sent) {
+		l.cwnd.OnSelectiveLoss(1, l.scoreboard.QueueBuilt())
 	}
 	if q.recovery.early.answered(n) {
 		q.sched.Used()

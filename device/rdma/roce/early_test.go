@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/wire"
+	"github.com/vnicd/vnicd/translate"
 )
 
 // withRTT returns a pair of vnicds (back: the responder is none) whose response time is known, and a function that
@@ -141,6 +142,65 @@ func TestEarlyProbeOfOldest(t *testing.T) {
 			if s.Timeouts != 0 {
 				t.Errorf("%d timeouts", s.Timeouts)
 			}
+		})
+	}
+}
+
+// A flight whose oldest packet is probed and whose rest is then found lost by what arrives behind it cuts the window
+// once.
+func TestEarlyProbeCutsOnce(t *testing.T) {
+	const many = 3 * earlyPackets
+	f, a, send := withRTT(t, false)
+	send(WRWrite, earlyHeard)
+	sent := 0
+	a.onTx = func(*wire.RoCE, []byte) bool { sent++; return false }
+	f.loss = func(*wire.RoCE) bool { return sent > 0 && sent <= many }
+	l := &a.q.recovery
+	for range many {
+		a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+	}
+	f.until("the answer to the probe", 1e9, func() bool { return l.early.part })
+	before := l.cwnd
+	before.OnSelectiveLoss(many-1, false)
+	send(WRWrite, many)
+	send(WRWrite, 1)
+	if l.early.whole != 0 {
+		t.Error("whether the oldest packet was lost is not known")
+	}
+	if l.cwnd.Size < before.Size {
+		t.Errorf("the congestion window is %d, want at least %d after one cut", l.cwnd.Size, before.Size)
+	}
+	if s := a.q.Stats(); s.Timeouts != 0 {
+		t.Errorf("%d timeouts", s.Timeouts)
+	}
+}
+
+// The oldest of many packets is to be probed, but the memory of its message is absent by then. When it is back
+// everything goes on; when it turns out to be invalid that message fails, and not the one that is being sent.
+func TestEarlyProbeOfAbsent(t *testing.T) {
+	for _, invalid := range []bool{false, true} {
+		t.Run(map[bool]string{false: "absent", true: "invalid"}[invalid], func(t *testing.T) {
+			f, a, send := withRTT(t, false)
+			send(WRWrite, earlyHeard)
+			done := len(a.sends)
+			a.reg(3, 0, 4096, allAccess)
+			a.reg(4, 0, 1<<20, allAccess)
+			f.nodes[1].reg(5, 0, 1<<20, allAccess)
+			a.paging(1, 0, 0)
+			a.refuse = func(translate.Miss) bool { return invalid }
+			f.loss = func(*wire.RoCE) bool { return a.raised[Requester] == 0 }
+			a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(3, 0, 8)}})
+			a.post(WQE{Opcode: WRWrite, RKey: 5, SGEs: []SGE{sge(4, 0, 1<<20)}}) // more than the window
+			f.until("the first transmission", earlyMin, func() bool { return a.q.req.sent > a.q.req.una+earlyPackets })
+			a.allGone(3, hostAbsent)
+			f.until("the fault", probeMin/2, func() bool { return a.raised[Requester] != 0 })
+			if !invalid {
+				f.until("the requests", 1e9, func() bool { return len(a.sends) == done+2 })
+				a.wantSends(make([]Status, done+2)...)
+				return
+			}
+			f.until("an answer", probeMin/2, func() bool { return len(a.sends) == done+2 })
+			a.wantSends(append(make([]Status, done), StatusLocProt, StatusFlush)...)
 		})
 	}
 }

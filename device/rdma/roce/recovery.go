@@ -76,6 +76,7 @@ type earlyProbe struct {
 	otherwise   int64  // if armed: when the first probe is due without it
 	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
 	oldest      bool   // of many, the oldest is to be sent again
+	first       uint64 // ... its PSN
 	whole       uint64 // ... it was: end of all in flight then; 0: it was not, or whether it was lost is known
 	part        bool   // ... una has advanced since then, but not to there at once
 	heard       uint8  // packets acknowledged since the peer was last silent, at most earlyHeard
@@ -116,15 +117,19 @@ func (e *earlyProbe) lost(una uint64) bool {
 		return false
 	}
 	lost := e.part
-	e.whole, e.part = 0, false
+	e.forget()
 	return lost
 }
+
+// forget ends the observation of the last one of many packets: all that was in flight is sent again, in a smaller
+// window.
+func (e *earlyProbe) forget() { e.whole, e.part = 0, false }
 
 // duplicate notes a response that says nothing new. One to a request that was sent twice may name a later PSN.
 func (e *earlyProbe) duplicate(psn uint64) {
 	if e.sent != 0 && psn >= e.sent {
 		e.doublings, e.calm, e.sent, e.judged = min(e.doublings+1, earlyBackoff), 0, 0, 0
-		e.whole, e.part = 0, false
+		e.forget()
 	}
 }
 
@@ -288,13 +293,18 @@ func (q *QP) sendOldest() bool {
 	if !q.oldestAlone() {
 		return true
 	}
-	s := r.slot(r.head)
-	r.sinceAckReq = ackEvery // it asks for an acknowledgement
+	s, nxt, cur := r.slot(r.head), r.nxt, r.cur
+	r.nxt, r.cur = r.una, r.head // of which a fault or an error would be
+	r.sinceAckReq = ackEvery     // it asks for an acknowledgement
 	buf := q.sendPacket(s, r.una-s.first)
-	if buf == nil {
-		return q.requesterActive()
+	if !q.requesterActive() {
+		return false
 	}
-	e.whole = r.sent
+	r.nxt, r.cur = nxt, cur
+	if buf == nil {
+		return true
+	}
+	e.first, e.whole, e.part = r.una, r.sent, false
 	q.recovery.timedPSN = 0 // as in goBack
 	q.stats.Retransmits++
 	q.transmit(&q.tx, buf)
@@ -304,6 +314,7 @@ func (q *QP) sendOldest() bool {
 // noteSilence records that una is sent again because the peer is silent.
 func (l *lossRecovery) noteSilence(una uint64) {
 	l.early.heard = 0
+	l.early.forget()
 	if l.silentSince == 0 {
 		l.silentSince = l.scoreboard.SentAt(una)
 	}
@@ -325,6 +336,7 @@ func (q *QP) countedGoBack() {
 		return
 	}
 	l.retryLeft--
+	l.early.forget()
 	l.cwnd.OnLoss()
 	l.timeoutAt, l.probes = 0, 0
 	q.goBack()

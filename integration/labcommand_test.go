@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -162,6 +163,47 @@ func (u *labUser) twoLabs(ctx context.Context, t *testing.T) {
 			t.Errorf("status %d, want 0 and %q", status, want)
 		}
 	}
+}
+
+// labsScript runs on the VM of one of several labs that share a directory.
+const labsScript = `set -e
+ibv_rc_pingpong -d vnic0 -g 1 -c -n 200 >server-$WORD &
+until ss -ltnH | grep -q :18515; do sleep 0.2; done
+ibv_rc_pingpong -d vnic0 -g 1 -c -n 200 vm1
+wait $!
+`
+
+// TestTwentyLabs: twenty labs of a VM, which all have the same names and addresses inside, two of them at any time.
+// Each has RDMA, and nothing is left in the end.
+func TestTwentyLabs(t *testing.T) {
+	const labs, beside = 20, 2
+	u := labRoot(t)
+	u.write(t, "script", labsScript)
+	var now, most atomic.Int32
+	t.Run("beside each other", func(t *testing.T) {
+		for first := range beside {
+			t.Run(fmt.Sprint("from ", first), func(t *testing.T) {
+				t.Parallel()
+				for i := first; i < labs; i += beside {
+					ctx, cancel := context.WithTimeout(context.Background(), testTimeout())
+					most.Store(max(now.Add(1), most.Load()))
+					out, status := u.status(ctx, t, u.start(t, fmt.Sprintf("run --hosts 1 -e WORD=%d -- sh script", i)))
+					now.Add(-1)
+					cancel()
+					server := u.read(t, fmt.Sprint("server-", i))
+					for _, x := range []string{out, server} {
+						if status != 0 || !strings.Contains(x, "200 iters in") || strings.Contains(x, "invalid data in page") {
+							t.Fatalf("lab %d: status %d: %s", i, status, tail(x, 500))
+						}
+					}
+				}
+			})
+		}
+	})
+	if n := most.Load(); n != beside && !t.Failed() {
+		t.Errorf("%d labs at most ran at once, want %d", n, beside)
+	}
+	eventually(t.Context(), t, "the end of all that the labs have made", func() bool { return len(u.traces(t)) == 0 })
 }
 
 var (

@@ -410,6 +410,9 @@ func (t *Table) apply(now int64, c *Conn, out bool, m Message) {
 	wait := time.Duration(0)
 	switch k {
 	case REP:
+		if !out { // the one before may have named queue pair 0
+			t.forgetPeerQP(c)
+		}
 		*c.qpn(out) = m.QPN()
 		*c.forever(out) = m.RNRRetry() == rnrForever
 		if !out {
@@ -522,20 +525,23 @@ func (t *Table) room() bool {
 }
 
 func (t *Table) remove(c *Conn) {
-	drop := func(m map[peerKey]*Conn, k peerKey) {
-		if m[k] == c {
-			delete(m, k)
-		}
-	}
 	if k := (idKey{c.LocalID, c.sidr}); t.byLocal[k] == c {
 		delete(t.byLocal, k)
 	}
 	if t.byQP[c.LocalQPN] == c {
 		delete(t.byQP, c.LocalQPN)
 	}
-	drop(t.byRemote, peerKey{c.Remote, idKey{c.RemoteID, c.sidr}})
-	drop(t.byPeerQP, peerKey{c.Remote, idKey{id: c.RemoteQPN}})
+	if k := (peerKey{c.Remote, idKey{c.RemoteID, c.sidr}}); t.byRemote[k] == c {
+		delete(t.byRemote, k)
+	}
+	t.forgetPeerQP(c)
 	t.move(c, nil)
+}
+
+func (t *Table) forgetPeerQP(c *Conn) {
+	if k := (peerKey{c.Remote, idKey{id: c.RemoteQPN}}); t.byPeerQP[k] == c {
+		delete(t.byPeerQP, k)
+	}
 }
 
 // list is a queue of connections.

@@ -378,6 +378,39 @@ func TestBound(t *testing.T) {
 	}
 }
 
+// A peer whose first REP names queue pair 0 and whose second one another has one queue pair, the latter, and none once
+// its connection is forgotten.
+func TestPeerChangesQP(t *testing.T) {
+	b := &side{2, cm.NewTable(10)}
+	in := func(out bool, kind cm.Kind, remoteID, qpn uint32) {
+		m := cmtest.Message{Kind: kind, LocalID: 1, RemoteID: remoteID, QPN: qpn, Local: gid(2), Remote: gid(3)}
+		from, to := byte(3), byte(2)
+		if out {
+			from, to = 2, 3
+		}
+		if _, why := b.table.Watch(0, datagram(out, from, to, &m)); why != cm.Pass {
+			t.Fatal(why)
+		}
+		if x := b.table.Invariants(); x != "" {
+			t.Error(x)
+		}
+	}
+	in(true, cm.REQ, 0, 100)
+	in(false, cm.REP, 1, 0)
+	in(false, cm.REP, 1, 7)
+	if b.table.Bind(100, gid(3), 0) != nil {
+		t.Error("queue pair 0 is still the peer's")
+	}
+	if b.table.Bind(100, gid(3), 7) == nil {
+		t.Error("queue pair 7 is not the peer's")
+	}
+	b.table.Release(0, 100)
+	in(true, cm.REQ, 0, 101) // the ID again: the first connection is forgotten
+	if b.table.Len() != 1 {
+		t.Errorf("%d connections", b.table.Len())
+	}
+}
+
 func FuzzTable(f *testing.F) {
 	f.Add([]byte("012345678901234567890123456789"))
 	f.Fuzz(func(t *testing.T, script []byte) {

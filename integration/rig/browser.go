@@ -171,9 +171,8 @@ func (b *Browser) listen() {
 		case m.Method == "Runtime.exceptionThrown":
 			b.errors = append(b.errors, p.ExceptionDetails.Text+" "+p.ExceptionDetails.Exception.Description)
 		case m.Method == "Log.entryAdded" && (p.Entry.Level == "error" || p.Entry.Level == "warning"):
-			// Chromium ends its requests when an interface of the namespace gets an address, as some do when a test
-			// begins. The page asks again.
-			if strings.Contains(p.Entry.Text, "ERR_NETWORK_CHANGED") {
+			// The page, or Open, asks again.
+			if strings.Contains(p.Entry.Text, networkChanged) {
 				break
 			}
 			b.errors = append(b.errors, p.Entry.Text+" "+p.Entry.URL)
@@ -234,16 +233,41 @@ func (b *Browser) Window(ctx context.Context, width, height int, dark bool) erro
 			map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": scheme}}}, nil))
 }
 
-// Open loads a page.
+// networkChanged is Chromium's error for requests that it ends because an interface of the namespace gets an address, as
+// some do when a test begins.
+const networkChanged = "ERR_NETWORK_CHANGED"
+
+// maxLoads bounds how often Open loads a page.
+const maxLoads = 20
+
+// Open loads a page with all that it names, and does so again when Chromium has ended a request of it (networkChanged).
+// A user would do that by hand.
 func (b *Browser) Open(ctx context.Context, url string) error {
-	var r struct{ ErrorText string }
-	if err := b.call(ctx, "Page.navigate", map[string]any{"url": url}, &r); err != nil {
-		return err
+	for range maxLoads {
+		var r struct{ ErrorText string }
+		if err := b.call(ctx, "Page.navigate", map[string]any{"url": url}, &r); err != nil {
+			return err
+		}
+		if strings.Contains(r.ErrorText, networkChanged) {
+			continue
+		}
+		if r.ErrorText != "" {
+			return fmt.Errorf("%s: %s", url, r.ErrorText)
+		}
+		if err := b.Wait(ctx, `location.href !== "about:blank" && document.readyState === "complete"`); err != nil {
+			return err
+		}
+		// The status of a request without an answer is 0.
+		var whole bool
+		if err := b.Eval(ctx, `performance.getEntriesByType("resource").every((r) => r.responseStatus !== 0)`,
+			&whole); err != nil {
+			return err
+		}
+		if whole {
+			return nil
+		}
 	}
-	if r.ErrorText != "" {
-		return fmt.Errorf("%s: %s", url, r.ErrorText)
-	}
-	return nil
+	return fmt.Errorf("%s: loaded %d times, and never whole: %q", url, maxLoads, b.Complaints())
 }
 
 // Eval runs a JavaScript expression in the page, awaits it if it is a promise, and decodes its value.

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -39,6 +40,7 @@ type program struct {
 	server, client string // SERVER and CLIENT stand for addresses
 	ready          string // condition that the server is ready; "": an rdma_cm listener
 	stays          bool   // the server does not exit by itself
+	datagrams      bool   // it may hang after a datagram was lost
 }
 
 // cmPrograms are the programs of rdmacm-utils, all based on the connection manager, and those of other packages.
@@ -69,7 +71,7 @@ func ucxPrograms() (all []program) {
 			"ucp_put_bw -n 50 -s 65536", "ucp_get -n 50 -s 65536", "ucp_fadd -n 50 -s 8"} {
 			name, _, _ := strings.Cut(x, " ")
 			all = append(all, program{name: "ucx " + tls + " " + name, server: ucx, client: ucx + " SERVER -t " + x,
-				ready: "ss -ltnH | grep -q :13337"})
+				ready: "ss -ltnH | grep -q :13337", datagrams: true})
 		}
 	}
 	return all
@@ -175,7 +177,44 @@ func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.
 	}
 }
 
+// lostTries bounds how often a program is run again because datagrams were lost.
+const lostTries = 3
+
+// run runs a program. A program that may hang after a lost datagram is run again if the devices show that one was lost,
+// as the wire between two hosts may: UCX 1.18 does not always send its lost datagrams again when they are the first of a
+// connection (seen with 2 % of loss: the send queue and both completion queues were empty, and no packet followed).
 func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr, serverAddr string) {
+	t.Helper()
+	for try := 1; ; try++ {
+		before := datagramsLost(ctx, t, client, server)
+		failure := p.once(ctx, t, client, server, clientAddr, serverAddr)
+		if failure == "" {
+			return
+		}
+		lost := datagramsLost(ctx, t, client, server) - before
+		if !p.datagrams || lost <= 0 || try == lostTries {
+			t.Error(failure)
+			return
+		}
+		t.Logf("run again: %d packets were lost on the way\n%s", lost, failure)
+	}
+}
+
+// datagramsLost is how many more packets the devices of two VMs have sent than received.
+func datagramsLost(ctx context.Context, t *testing.T, vms ...*qemu.Machine) (n int) {
+	t.Helper()
+	for _, m := range vms {
+		for _, x := range strings.Fields(run(ctx, t, m, "cd /sys/class/infiniband/"+lab.Device+
+			"/ports/1/hw_counters && echo $(cat tx_packets) -$(cat rx_packets)")) {
+			n += must[int](t)(strconv.Atoi(x))
+		}
+	}
+	return n
+}
+
+// once returns "" or what failed.
+func (p *program) once(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr,
+	serverAddr string) (failure string) {
 	t.Helper()
 	line := func(s string) string {
 		s = strings.NewReplacer("SERVER", serverAddr, "CLIENT", clientAddr).Replace(s)
@@ -195,7 +234,8 @@ func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Ma
 	}
 	sr, err := srv.Wait(wctx)
 	if r.ExitCode != 0 || err != nil || sr.ExitCode != 0 && !p.stays {
-		t.Errorf("client: exit %d\n%s%s\nserver: %v, exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 1500), tail(r.Stderr, 1500),
-			err, sr.ExitCode, tail(sr.Stdout, 1500), tail(sr.Stderr, 1500))
+		return fmt.Sprintf("client: exit %d\n%s%s\nserver: %v, exit %d\n%s%s", r.ExitCode, tail(r.Stdout, 1500),
+			tail(r.Stderr, 1500), err, sr.ExitCode, tail(sr.Stdout, 1500), tail(sr.Stderr, 1500))
 	}
+	return ""
 }

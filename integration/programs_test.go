@@ -180,9 +180,9 @@ func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.
 // lostTries bounds how often a program is run again because datagrams were lost.
 const lostTries = 3
 
-// run runs a program. A program that may hang after a lost datagram is run again if the devices show that one was lost,
-// as the wire between two hosts may: UCX 1.18 does not always send its lost datagrams again when they are the first of a
-// connection (seen with 2 % of loss: the send queue and both completion queues were empty, and no packet followed).
+// run runs a program. A program that may hang after a lost datagram is run again if the devices show that packets were
+// lost, as the wire between two hosts loses them: UCX 1.18 does not always send datagrams again that were lost at the
+// start of a connection (seen with 2 % of loss: send queue and completion queues were empty, and no packet followed).
 func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr, serverAddr string) {
 	t.Helper()
 	for try := 1; ; try++ {

@@ -233,8 +233,8 @@ func (b *Browser) Window(ctx context.Context, width, height int, dark bool) erro
 			map[string]any{"features": []map[string]string{{"name": "prefers-color-scheme", "value": scheme}}}, nil))
 }
 
-// networkChanged is Chromium's error for requests that it ends because an interface of the namespace gets an address, as
-// some do when a test begins.
+// networkChanged is Chromium's error for requests that it ends because an interface of the namespace gets an address,
+// as some do when a test begins.
 const networkChanged = "ERR_NETWORK_CHANGED"
 
 // maxLoads bounds how often Open loads a page.

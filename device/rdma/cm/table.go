@@ -538,6 +538,8 @@ func (t *Table) remove(c *Conn) {
 	t.move(c, nil)
 }
 
+// forgetPeerQP removes a connection from the index by the peer's queue pair, unless another connection has taken its
+// place there.
 func (t *Table) forgetPeerQP(c *Conn) {
 	if k := (peerKey{c.Remote, idKey{id: c.RemoteQPN}}); t.byPeerQP[k] == c {
 		delete(t.byPeerQP, k)

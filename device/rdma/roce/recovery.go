@@ -121,8 +121,8 @@ func (e *earlyProbe) lost(una uint64) bool {
 	return lost
 }
 
-// forget ends the observation of the last one of many packets: all that was in flight is sent again, in a smaller
-// window.
+// forget ends the observation of the oldest one of many packets: it was answered, or a silence or a gap has the rest
+// sent again and the window cut, which it would do a second time.
 func (e *earlyProbe) forget() { e.whole, e.part = 0, false }
 
 // duplicate notes a response that says nothing new. One to a request that was sent twice may name a later PSN.

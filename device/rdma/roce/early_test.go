@@ -108,18 +108,21 @@ func TestEarlyProbeOfMany(t *testing.T) {
 // Of many packets the oldest is sent again early. If that was not needed the window stays as it was; else it gets
 // smaller.
 func TestEarlyProbeOfOldest(t *testing.T) {
-	const many = 3 * earlyPackets
+	const many, more = 3 * earlyPackets, 16 * earlyPackets
 	for _, tc := range []struct {
 		name  string
+		n     int
 		lost  func(p *wire.RoCE, sent int) bool // sent: by a
 		again uint64                            // packets sent again
 		kept  bool
 	}{
-		{"acknowledgement", func(p *wire.RoCE, sent int) bool {
+		{"acknowledgement", many, func(p *wire.RoCE, sent int) bool {
 			return p.BTH.Opcode == wire.OpRCAck && sent == many
 		}, 1, true},
-		{"all", func(p *wire.RoCE, sent int) bool { return sent <= many }, many, false},
-		{"the second half", func(p *wire.RoCE, sent int) bool { return sent > many/2 && sent <= many }, many / 2, false},
+		{"all", many, func(p *wire.RoCE, sent int) bool { return sent <= many }, many, false},
+		{"all of many more", more, func(p *wire.RoCE, sent int) bool { return sent <= more }, more, false},
+		{"the second half", many, func(p *wire.RoCE, sent int) bool { return sent > many/2 && sent <= many }, many / 2,
+			false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			f, a, send := withRTT(t, false)
@@ -127,7 +130,7 @@ func TestEarlyProbeOfOldest(t *testing.T) {
 			window, before, sent := a.q.recovery.cwnd.Size, a.q.Stats().Retransmits, 0
 			a.onTx = func(*wire.RoCE, []byte) bool { sent++; return false }
 			f.loss = func(p *wire.RoCE) bool { return tc.lost(p, sent) }
-			if took := send(WRWrite, many); took > probeMin {
+			if took := send(WRWrite, tc.n); took > probeMin {
 				t.Errorf("it took %d us, want less than an ordinary probe takes, %d", took/1e3, int64(probeMin/1e3))
 			}
 			f.loss = nil

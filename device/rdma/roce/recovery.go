@@ -10,9 +10,11 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // as tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe comes
 // much earlier, once for each una: what is lost most often, and waited for, is a message alone. Few packets are then
 // sent again as a whole. Of many only the oldest is, by itself: if it was their acknowledgement that was lost it
-// brings another one. Not so soon after a silence, though: where the path is full, flows that return at once would
-// leave nothing to those that have waited longer. Under traffic an early probe comes only as often as the loop can
-// afford a timer that near (Scheduler.Affordable), which is more often where packets are lost.
+// brings another one. If it brings one for itself alone, and then nothing comes for as long, the rest was lost as
+// well: it is sent again as by a probe that comes late. Not so soon after a silence, though: where the path is full,
+// flows that return at once would leave nothing to those that have waited longer. Under traffic an early probe comes
+// only as often as the loop can afford a timer that near (Scheduler.Affordable), which is more often where packets
+// are lost.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -120,6 +122,9 @@ func (e *earlyProbe) lost(una uint64) bool {
 	e.forget()
 	return lost
 }
+
+// alone reports whether only the oldest of many packets has been answered, as una says: those behind it were lost, too.
+func (e *earlyProbe) alone(una uint64) bool { return e.part && una == e.first+1 }
 
 // forget ends the observation of the oldest one of many packets: it was answered, or a silence or a gap has the rest
 // sent again and the window cut, which it would do a second time.
@@ -261,6 +266,9 @@ func (q *QP) probeEarly() bool {
 		return false
 	}
 	many := q.req.sent-q.req.una > earlyPackets
+	if many && q.req.nxt == q.req.sent && l.early.alone(q.req.una) {
+		return false
+	}
 	if q.req.nxt < q.req.sent || many && (l.early.heard < earlyHeard || !q.oldestAlone()) {
 		l.rtxAt = l.early.otherwise
 		return true

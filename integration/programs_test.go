@@ -5,7 +5,6 @@ import (
 	"flag"
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -161,7 +160,7 @@ func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.
 		if name == "" {
 			name, _, _ = strings.Cut(p.server, " ")
 		}
-		t.Run(name, func(t *testing.T) { p.run(ctx, t, client.VM, server.VM, client.Addr, server.Addr) })
+		t.Run(name, func(t *testing.T) { p.run(ctx, t, client, server) })
 	}
 	for _, x := range perftestRuns() {
 		t.Run(strings.Join(x, ""), func(t *testing.T) {
@@ -183,52 +182,47 @@ const lostTries = 3
 // run runs a program. A program that may hang after a lost datagram is run again if the devices show that packets were
 // lost, as the wire between two hosts loses them: UCX 1.18 does not always send datagrams again that were lost at the
 // start of a connection (seen with 2 % of loss: send queue and completion queues were empty, and no packet followed).
-func (p *program) run(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr, serverAddr string) {
+func (p *program) run(ctx context.Context, t *testing.T, client, server lab.End) {
 	t.Helper()
+	lost := func() (n int) { // packets that one of the devices has sent and the other one has not received, so far
+		if p.datagrams {
+			for _, e := range []lab.End{client, server} {
+				n += counter(ctx, t, e, "tx_packets") - counter(ctx, t, e, "rx_packets")
+			}
+		}
+		return n
+	}
 	for try := 1; ; try++ {
-		before := datagramsLost(ctx, t, client, server)
-		failure := p.once(ctx, t, client, server, clientAddr, serverAddr)
+		before := lost()
+		failure := p.once(ctx, t, client, server)
 		if failure == "" {
 			return
 		}
-		lost := datagramsLost(ctx, t, client, server) - before
-		if !p.datagrams || lost <= 0 || try == lostTries {
+		n := lost() - before
+		if n <= 0 || try == lostTries {
 			t.Error(failure)
 			return
 		}
-		t.Logf("run again: %d packets were lost on the way\n%s", lost, failure)
+		t.Logf("run again: %d packets were lost on the way\n%s", n, failure)
 	}
-}
-
-// datagramsLost is how many more packets the devices of two VMs have sent than received.
-func datagramsLost(ctx context.Context, t *testing.T, vms ...*qemu.Machine) (n int) {
-	t.Helper()
-	for _, m := range vms {
-		for _, x := range strings.Fields(run(ctx, t, m, "cd /sys/class/infiniband/"+lab.Device+
-			"/ports/1/hw_counters && echo $(cat tx_packets) -$(cat rx_packets)")) {
-			n += must[int](t)(strconv.Atoi(x))
-		}
-	}
-	return n
 }
 
 // once returns "" or what failed.
-func (p *program) once(ctx context.Context, t *testing.T, client, server *qemu.Machine, clientAddr,
-	serverAddr string) (failure string) {
+func (p *program) once(ctx context.Context, t *testing.T, client, server lab.End) (failure string) {
 	t.Helper()
 	line := func(s string) string {
-		s = strings.NewReplacer("SERVER", serverAddr, "CLIENT", clientAddr).Replace(s)
+		s = strings.NewReplacer("SERVER", server.Addr, "CLIENT", client.Addr).Replace(s)
 		return lab.Limited(2*time.Minute, s)
 	}
-	srv := must[*qemu.Process](t)(server.StartShell(ctx, line(p.server)))
+	srv := must[*qemu.Process](t)(server.VM.StartShell(ctx, line(p.server)))
 	ready := p.ready
 	if ready == "" {
 		ready = "rdma resource show cm_id | grep -q 'state LISTEN'"
 	}
 	wctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
-	check(t, harness.WaitGuest(wctx, server, fmt.Sprintf("%s || ! kill -0 %d", ready, srv.PID())))
-	r := must[qemu.Result](t)(client.Shell(ctx, line(p.client)))
+	check(t, harness.WaitGuest(wctx, server.VM, fmt.Sprintf("%s || ! kill -0 %d", ready, srv.PID())))
+	r := must[qemu.Result](t)(client.VM.Shell(ctx, line(p.client)))
 	if p.stays || r.ExitCode != 0 {
 		_ = srv.Signal(ctx, "TERM")
 	}

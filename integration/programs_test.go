@@ -39,7 +39,7 @@ type program struct {
 	server, client string // SERVER and CLIENT stand for addresses
 	ready          string // condition that the server is ready; "": an rdma_cm listener
 	stays          bool   // the server does not exit by itself
-	datagrams      bool   // it may hang after a datagram was lost
+	datagrams      bool   // it uses nothing else, and may hang after one was lost
 }
 
 // cmPrograms are the programs of rdmacm-utils, all based on the connection manager, and those of other packages.
@@ -70,7 +70,7 @@ func ucxPrograms() (all []program) {
 			"ucp_put_bw -n 50 -s 65536", "ucp_get -n 50 -s 65536", "ucp_fadd -n 50 -s 8"} {
 			name, _, _ := strings.Cut(x, " ")
 			all = append(all, program{name: "ucx " + tls + " " + name, server: ucx, client: ucx + " SERVER -t " + x,
-				ready: "ss -ltnH | grep -q :13337", datagrams: true})
+				ready: "ss -ltnH | grep -q :13337", datagrams: tls == "ud_v"})
 		}
 	}
 	return all

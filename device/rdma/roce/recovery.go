@@ -90,6 +90,9 @@ type earlyProbe struct {
 // delay returns after how many ns it is due.
 func (e *earlyProbe) delay(rtt int64) int64 { return max(earlyMin, 2*rtt) << e.doublings }
 
+// sends notes that packets from una on are sent again.
+func (e *earlyProbe) sends(una uint64) { e.sent, e.judged = una, earlyJudged }
+
 // answered notes that una has advanced by n, and reports whether this shows that the last one was of use.
 func (e *earlyProbe) answered(n uint64) (used bool) {
 	e.armed, e.done, e.oldest = false, false, false
@@ -266,20 +269,21 @@ func (q *QP) probeEarly() bool {
 		return false
 	}
 	many := q.req.sent-q.req.una > earlyPackets
-	if many && q.req.nxt == q.req.sent && l.early.alone(q.req.una) {
-		return false
-	}
-	if q.req.nxt < q.req.sent || many && (l.early.heard < earlyHeard || !q.oldestAlone()) {
+	switch {
+	case q.req.nxt < q.req.sent:
 		l.rtxAt = l.early.otherwise
-		return true
-	}
-	l.early.sent, l.early.judged = q.req.una, earlyJudged
-	if many {
+	case !many:
+		l.early.sends(q.req.una)
+		q.goBack()
+	case l.early.alone(q.req.una):
+		return false
+	case l.early.heard < earlyHeard || !q.oldestAlone():
+		l.rtxAt = l.early.otherwise
+	default:
+		l.early.sends(q.req.una)
 		l.early.oldest, l.rtxAt = true, l.early.otherwise
 		q.wake()
-		return true
 	}
-	q.goBack()
 	return true
 }
 

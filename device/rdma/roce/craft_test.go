@@ -107,10 +107,15 @@ func (n *node) frame(c craft) []byte {
 // inject delivers c to n at once and runs n.
 func (n *node) inject(c craft) {
 	n.f.t.Helper()
-	fr := n.frame(c)
+	n.receive(n.frame(c))
+}
+
+// receive hands a frame to n's QP.
+func (n *node) receive(fr []byte) {
+	n.f.t.Helper()
 	var p wire.RoCE
 	if err := wire.ParseRoCE(fr, header.Locate(fr), &p); err != nil {
-		n.f.t.Fatalf("%+v: %v", c, err)
+		n.f.t.Fatalf("frame %x: %v", fr, err)
 	}
 	n.f.frame = fr
 	leave := n.enter()

@@ -573,17 +573,6 @@ func (f *fabric) step() bool {
 	return true
 }
 
-// watched fails if the requester has requests in flight and no timer or schedule to continue without an answer.
-func (n *node) watched() {
-	q := n.q
-	if !n.paused && !n.hostile && q.typ == RC && q.requesterActive() &&
-		q.req.sent > q.req.una && q.recovery.timeout != 0 &&
-		q.recovery.rtxAt == 0 && q.req.rnrUntil == 0 && q.req.stallUntil == 0 &&
-		q.faults.send.cause == waitNone && !n.run && !q.scheduled {
-		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)
-	}
-}
-
 // until steps until done, for at most limit ns of virtual time.
 func (f *fabric) until(what string, limit int64, done func() bool) {
 	f.t.Helper()

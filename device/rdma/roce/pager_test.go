@@ -162,7 +162,11 @@ func (n *node) raise(side Side, m translate.Miss) {
 		n.open[side] = done
 		return
 	}
-	n.f.after(d, func() { done(n.refuse == nil || !n.refuse(m)) })
+	ok := n.refuse == nil || !n.refuse(m)
+	if ok && n.rng != nil && n.rng.Intn(2) == 0 { // the answer comes later than the page
+		n.f.after(d-d*n.rng.Int63n(8)/8, func() { n.pageIn(m) })
+	}
+	n.f.after(d, func() { done(ok) })
 }
 
 // pageIn brings in the requested pages, sometimes fewer, sometimes none.

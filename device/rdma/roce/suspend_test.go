@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand"
 	"strings"
@@ -357,6 +358,45 @@ func TestNakBehindSuspendedRead(t *testing.T) {
 			a.wantSends(StatusRemAccess, StatusFlush)
 			a.wantState(Err)
 			b.wantState(Err)
+		})
+	}
+}
+
+// The page for a result is present again, but the answer to its fault is on its way when a duplicate of the response
+// arrives. It completes the request, and what waited behind it is sent.
+func TestResponseBeforeAnswer(t *testing.T) {
+	for _, first := range []WQE{
+		{Opcode: WRRead, RKey: 1, SGEs: []SGE{sge(2, 0, 100)}},
+		{Opcode: WRFetchAdd, RKey: 1, SGEs: []SGE{sge(2, 0, 8)}},
+	} {
+		t.Run(fmt.Sprint(first.Opcode), func(t *testing.T) {
+			f := newFabric(t, 1)
+			a, b := f.pair(opts())
+			for _, n := range []*node{a, b} {
+				n.reg(1, 0, 1<<16, allAccess)
+				n.reg(2, 0, 1<<16, allAccess)
+			}
+			a.stuck(0)
+			var response []byte
+			b.onTx = func(p *wire.RoCE, fr []byte) bool {
+				if p.Info.Op == wire.ReadResponse || p.Info.Op == wire.AtomicAck {
+					response = bytes.Clone(fr)
+				}
+				return false
+			}
+			a.post(first)
+			f.settle(1e6)
+			a.noFaultBut(Requester)
+			a.post(WQE{Opcode: WRWrite, RKey: 1, SGEs: []SGE{sge(1, 0x8000, 3000)}})
+			for a.run { // it must wait for the page
+				f.step()
+			}
+			a.wantSends()
+			a.present()
+			a.receive(response)
+			a.answer(Requester, true)
+			f.until("the request behind it", 1e9, func() bool { return len(a.sends) == 2 })
+			a.wantSends(0, 0)
 		})
 	}
 }

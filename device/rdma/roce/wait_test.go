@@ -55,6 +55,20 @@ func (n *node) wantWait(side Side, va uint64) {
 	}
 }
 
+// watched fails if the requester has requests and nothing that continues with them: those in flight need a timer, for
+// lack of an answer.
+func (n *node) watched() {
+	q := n.q
+	if n.paused || n.hostile || n.run || q.scheduled || q.typ != RC || !q.requesterActive() ||
+		q.req.rnrUntil != 0 || q.req.stallUntil != 0 || q.faults.send.cause != waitNone {
+		return
+	}
+	if q.req.sent > q.req.una && q.recovery.timeout != 0 && q.recovery.rtxAt == 0 ||
+		q.req.sent == q.req.una && q.req.head != q.req.tail {
+		n.f.t.Fatalf("%s waits for ever: %+v", n.name, q.req)
+	}
+}
+
 // write is a WRITE of a peer that does not say what it does after RNR NAKs.
 func write(psn uint32, va uint64, data string) craft {
 	return craft{op: wire.OpRCWriteOnly, psn: psn, ack: true, key: 2, va: va, length: uint32(len(data)),

@@ -149,6 +149,46 @@ func TestMemoryBounds(t *testing.T) {
 	}
 }
 
+// TestQueueNoDescriptors: a queue that cannot be made is an error and leaves nothing, if the process has no descriptors
+// left for one or both of its eventfds.
+func TestQueueNoDescriptors(t *testing.T) {
+	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	for left := range 2 {
+		next, err := unix.Dup(0) // the lowest free one
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = unix.Close(next)
+		low := limit
+		low.Cur = uint64(next + left)
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &low); err != nil {
+			t.Fatal(err)
+		}
+		q, err := newQueue(m, 0, 4, false, false, false)
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+			t.Fatal(err)
+		}
+		if q != nil || !errors.Is(err, unix.EMFILE) {
+			t.Errorf("%d descriptors left: %v, %v; want EMFILE", left, q, err)
+		}
+		again, err := unix.Dup(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = unix.Close(again)
+		if again != next {
+			t.Errorf("%d descriptors left: the next one is %d, was %d", left, again, next)
+		}
+	}
+	if pa, err := m.Alloc(0x10000, pageSize); err != nil { // all of it
+		t.Errorf("memory is left: %#x, %v", pa, err)
+	}
+}
+
 // TestQueueFormat: the ring's layout of virtio 1.2, 2.7, byte for byte.
 func TestQueueFormat(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})

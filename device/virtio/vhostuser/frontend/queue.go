@@ -67,8 +67,8 @@ type chain struct {
 // maxIndirect is the size of an indirect table of this driver.
 const maxIndirect = 16
 
-func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (q *Queue, err error) {
-	q = &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1}
+func newQueue(m *Memory, index, size int, packed, eventIdx, indirect bool) (_ *Queue, err error) {
+	q := &Queue{mem: m, index: index, size: uint16(size), eventIdx: eventIdx, kickFD: -1}
 	areas := virtq.Areas(size, packed)
 	dn, an, un := int(areas[0].Bytes), int(areas[1].Bytes), int(areas[2].Bytes)
 	aOff := dn

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vnicd/vnicd/guestdrv"
 	"github.com/vnicd/vnicd/guestdrv/internal/rig"
 	"github.com/vnicd/vnicd/guestdrv/rdmacm"
 	"github.com/vnicd/vnicd/guestdrv/rstream"
@@ -160,6 +161,32 @@ func TestListener(t *testing.T) {
 	if err := <-accepting; !errors.Is(err, net.ErrClosed) {
 		t.Errorf("Accept: %v", err)
 	}
+}
+
+// Buffers that the memory of an application has no room for: the connection fails at that end, which goes on.
+func TestNoMemory(t *testing.T) {
+	big := rstream.Config{SendBuffer: 256 << 20}
+	p := newPair(t, rstream.Config{})
+	before := p.net.Hosts[0].Objects()
+	if c, err := rstream.Dial(rig.Context(t), p.a, p.listener.Addr().String(), big); c != nil || !errors.Is(err,
+		guestdrv.ErrNoMemory) {
+		t.Errorf("Dial: %v, %v", c, err)
+	}
+	if now := p.net.Hosts[0].Objects(); now != before {
+		t.Errorf("left by Dial: %+v, were %+v", now, before)
+	}
+	p.connect(t, rstream.Config{})
+
+	l, err := rstream.Listen(p.b, port+1, big)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	before = p.net.Hosts[1].Objects()
+	if c, err := rstream.Dial(rig.Context(t), p.a, l.Addr().String(), rstream.Config{}); err == nil {
+		t.Errorf("a listener without memory accepted %v", c)
+	}
+	rig.Until(t, "nothing is left", func() bool { return p.net.Hosts[1].Objects() == before })
 }
 
 // In the steady state, nothing of this package allocates memory, whatever the size. (In the driver, waking a goroutine

@@ -20,8 +20,8 @@ type memory struct {
 
 const pageSize = 4096
 
-func newMemory(ctx context.Context, dev *guestdrv.Device, cfg *Config) (m *memory, err error) {
-	m = &memory{receive: cfg.ReceiveBuffer}
+func newMemory(ctx context.Context, dev *guestdrv.Device, cfg *Config) (_ *memory, err error) {
+	m := &memory{receive: cfg.ReceiveBuffer}
 	defer func() {
 		if err != nil {
 			_ = m.close() // err is the first error; Device.Close releases what is left

@@ -163,7 +163,7 @@ func TestListener(t *testing.T) {
 	}
 }
 
-// Buffers that the memory of an application has no room for: the connection fails at that end, which goes on.
+// An application's memory has no room for a connection's buffers: the connection fails, and the application goes on.
 func TestNoMemory(t *testing.T) {
 	big := rstream.Config{SendBuffer: 256 << 20}
 	p := newPair(t, rstream.Config{})

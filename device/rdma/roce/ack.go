@@ -245,7 +245,7 @@ func (q *QP) scatterResult(s *sendSlot, off uint64, data []byte) bool {
 	case m.OK():
 		if q.faults.send.cause == waitResult {
 			q.faults.send.clear()
-			q.wake() // the answer to the fault, which comes later, does not
+			q.wake() // Resume, which comes later, finds no wait and does not
 		}
 		return true
 	case m.Fault():

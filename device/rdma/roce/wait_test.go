@@ -55,8 +55,8 @@ func (n *node) wantWait(side Side, va uint64) {
 	}
 }
 
-// watched fails if the requester has requests and nothing that continues with them: those in flight need a timer, for
-// lack of an answer.
+// watched fails if the requester has requests and nothing that continues with them. For those in flight it needs a
+// timer, because their answers may be lost.
 func (n *node) watched() {
 	q := n.q
 	if n.paused || n.hostile || n.run || q.scheduled || q.typ != RC || !q.requesterActive() ||

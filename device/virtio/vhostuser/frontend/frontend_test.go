@@ -149,8 +149,8 @@ func TestMemoryBounds(t *testing.T) {
 	}
 }
 
-// TestQueueNoDescriptors: a queue that cannot be made is an error and leaves nothing, if the process has no descriptors
-// left for one or both of its eventfds.
+// TestQueueNoDescriptors: if the process has no descriptors left for one or both of a queue's eventfds, newQueue
+// returns an error and leaves nothing behind.
 func TestQueueNoDescriptors(t *testing.T) {
 	m := newMemory(t, Range{PA: 0x10000, Size: 0x10000})
 	var limit unix.Rlimit

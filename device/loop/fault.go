@@ -92,6 +92,7 @@ func (l *Loop) recoverFault() {
 		return
 	}
 	f := l.fault(r, h.name, blamed)
+	l.rouseOwner(h.meter) // a mailbox's value was interrupted
 	switch {
 	case h.onFault != nil:
 		if l.notify(h.onFault, f) {

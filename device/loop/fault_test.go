@@ -114,6 +114,10 @@ func TestFaultInEveryHandler(t *testing.T) {
 	}, check("a hook"))
 	expect("a hook")
 	h.Close()
+	k := l.NewHook(touch, check("an armed hook"))
+	l.Do(k.Arm)
+	expect("an armed hook")
+	k.Close()
 
 	var released atomic.Int32
 	mb := NewMailbox(l, 4, func(int) { touch() }, func(int) { released.Add(1) }, check("a mailbox"))

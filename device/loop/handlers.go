@@ -33,7 +33,7 @@ func (l *Loop) Watch(fd int, ready func(), opts ...Option) (*Watch, error) {
 	w.h.init("watch", opts)
 	w.h.remove = w.closeOnLoop
 	var err error
-	l.Visit(func() { err = l.addWatch(w) })
+	l.arrange(func() { err = l.addWatch(w) })
 	if err != nil {
 		return nil, err
 	}
@@ -68,7 +68,7 @@ func (l *Loop) addWatch(w *Watch) error {
 
 // Close ends the watch: once it has returned, ready does not run and will not be called. Callable from anywhere except
 // other loops' threads, also from ready itself, and twice.
-func (w *Watch) Close() { w.l.Visit(w.closeOnLoop) }
+func (w *Watch) Close() { w.l.arrange(w.closeOnLoop) }
 
 func (w *Watch) closeOnLoop() {
 	if w.closed {
@@ -84,91 +84,59 @@ func (w *Watch) closeOnLoop() {
 	}
 }
 
-// Poller is a source of work that the loop polls while it is awake, such as a ring in guest memory (whose kick eventfd,
-// a Watch, only wakes the loop).
-type Poller interface {
-	// Poll does a bounded amount of work and reports whether there was any.
-	Poll(now int64) (busy bool)
-	// Prepare is called before the loop sleeps: request a wake-up (publish a flag), then check once more, and return
-	// true if there may be work; then the loop does not sleep.
-	Prepare() (mayWork bool)
-	// Resume is called after every Prepare, when the loop is awake again, to withdraw the request.
-	Resume()
-}
-
-type pollerEntry struct {
-	p    Poller
-	h    handler
-	mail interface{ pending() bool }
-}
-
-// AddPoller adds p after the existing pollers. Callable from anywhere.
-func (l *Loop) AddPoller(p Poller, opts ...Option) {
-	l.addPoller(p, nil, opts)
-}
-
-func (l *Loop) addPoller(p Poller, mail interface{ pending() bool }, opts []Option) {
-	e := &pollerEntry{p: p, mail: mail}
-	e.h.init("poller", opts)
-	e.h.remove = func() { l.removePoller(p) }
-	l.Visit(func() { l.pollers = append(l.pollers, e) })
-}
-
-// RemovePoller removes p: once it has returned, p is not running and will not be called. An unknown p is ignored.
-// Callable from anywhere except other loops' threads.
-func (l *Loop) RemovePoller(p Poller) { l.Visit(func() { l.removePoller(p) }) }
-
-func (l *Loop) removePoller(p Poller) {
-	for i, e := range l.pollers {
-		if e.p == p {
-			l.pollers = slices.Delete(l.pollers, i, i+1)
-			if l.worker == e {
-				l.worker = nil
-			}
-			switch l.stage {
-			case stagePrepare, stageSleep, stageResume:
-				if i < l.prepared {
-					l.prepared--
-				}
-				fallthrough
-			case stagePollers:
-				// The walk in progress must not skip the next poller, which moved up.
-				if i < l.index {
-					l.index--
-				}
-			}
-			return
-		}
-	}
-}
-
-// Hook is a function that runs at the end of every iteration.
+// Hook is a function that runs at the end of an iteration.
 type Hook struct {
-	l *Loop
-	h handler
-	f func()
+	l      *Loop
+	h      handler
+	f      func()
+	armed  bool // it is in l.armed
+	closed bool
 }
 
-// AtFlush calls f at the end of every iteration of the loop, to send batches of frames or completions. f must be cheap
-// when there is nothing to send. Callable from anywhere.
+// AtFlush calls f at the end of every iteration of the loop, to send batches of frames. f must be cheap when there is
+// nothing to send. Callable from anywhere.
 func (l *Loop) AtFlush(f func(), opts ...Option) *Hook {
+	k := l.NewHook(f, opts...)
+	l.arrange(func() { l.hooks = append(l.hooks, k) })
+	return k
+}
+
+// NewHook makes a hook whose f is called at the end of iterations for which it is armed. Callable from anywhere.
+func (l *Loop) NewHook(f func(), opts ...Option) *Hook {
 	k := &Hook{l: l, f: f}
 	k.h.init("flush", opts)
 	k.h.remove = k.closeOnLoop
-	l.Visit(func() { l.hooks = append(l.hooks, k) })
 	return k
+}
+
+// Arm has the function called at the end of this iteration; armed by a hook, of the next one. Loop thread only.
+func (k *Hook) Arm() {
+	if !k.armed && !k.closed {
+		k.armed, k.l.busy = true, true // no sleep before it was called
+		k.l.armed = append(k.l.armed, k)
+	}
 }
 
 // Close removes the hook: once it has returned, the function is not running and will not be called. Callable from
 // anywhere except other loops' threads, and twice.
-func (k *Hook) Close() { k.l.Visit(k.closeOnLoop) }
+func (k *Hook) Close() { k.l.arrange(k.closeOnLoop) }
 
 func (k *Hook) closeOnLoop() {
 	l := k.l
+	k.closed, k.armed = true, false
 	if i := slices.Index(l.hooks, k); i >= 0 {
 		l.hooks = slices.Delete(l.hooks, i, i+1)
 		if l.stage == stageFlush && i < l.index {
 			l.index--
+		}
+	}
+	if i := slices.Index(l.armed, k); i >= 0 {
+		l.armed = slices.Delete(l.armed, i, i+1)
+		if l.stage == stageArmed && i < l.due {
+			l.due--
+			if i < l.index {
+				l.index--
+			}
 		}
 	}
 }

@@ -6,11 +6,10 @@
 //	events   epoll: ready functions of Watches
 //	posts    functions from Do and Post
 //	timers   those whose deadline has come
-//	pollers  Poll of every Poller and Mailbox
-//	flush    AtFlush hooks: send what was batched
+//	pollers  Poll of every Poller and Mailbox that does not rest (see Polled)
+//	flush    hooks, armed ones and then those of every iteration: send what was batched
 //	prepare  only when nothing happened for SpinFor: pollers publish "wake me" and look once more
 //	sleep    epoll_wait until an event, a wake-up or the next timer
-//	resume   only after prepare: pollers take the "wake me" back
 //
 // Rules. A loop's state is accessed only on its thread; other goroutines use Do (waits) or Post (does not). A handler
 // must not block, and must not call Do or Close on another loop, because that loop might do the same. Pollers and hooks
@@ -82,6 +81,7 @@ type Config struct {
 type Loop struct {
 	id    int
 	spin  int64
+	rest  int64 // a poller that has had no work for so long rests, ns
 	cpus  []int
 	nice  int
 	clock Clock
@@ -103,7 +103,6 @@ type Loop struct {
 	idleRounds int
 	busy       bool
 	mayWork    bool
-	prepared   int
 	current    *handler
 	blamed     *Owner
 	events     []unix.EpollEvent
@@ -111,14 +110,20 @@ type Loop struct {
 	freeSlots  []int
 	watchGen   int32
 	timers     timerHeap
-	pollers    []*pollerEntry
-	worker     *pollerEntry // last poller with work, other than mailboxes
-	sharedAt   int64        // when worker last changed
-	hooks      []*Hook
+	pollers    []*Polled // all
+	awake      []*Polled // those that do not rest, in the order in which they are called
+	resting    int
+	worker     *Polled // last poller with work, other than mailboxes
+	sharedAt   int64   // when worker last changed
+	hooks      []*Hook // of every iteration
+	armed      []*Hook // of this one; the first due are being called
+	due        int
 	sample     sampler
 
 	// Shared.
 	posts    *ring[post]
+	roused   atomic.Pointer[Polled] // mailboxes to rouse
+	asked    atomic.Bool            // all pollers are to be roused
 	sleeping atomic.Uint32
 	stopping atomic.Bool
 	tid      atomic.Int64 // thread that may touch the loop's state right now, 0 = none
@@ -141,8 +146,9 @@ const (
 )
 
 type post struct {
-	f func()
-	d *doCall
+	f    func()
+	d    *doCall
+	whom *Meter // see rouseFor
 }
 
 type doCall struct {
@@ -159,8 +165,9 @@ func New(c Config) (*Loop, error) {
 	if c.SpinFor < 0 {
 		return nil, fmt.Errorf("loop: loop %d: negative SpinFor %v", c.ID, c.SpinFor)
 	}
-	l := &Loop{id: c.ID, spin: int64(c.SpinFor), patience: int64(c.SpinFor), cpus: c.CPUs, nice: c.Nice, clock: c.Clock,
-		log: loglimit.New(c.Log), guard: translate.ByLoop(c.ID), events: make([]unix.EpollEvent, maxEvents),
+	spin := int64(c.SpinFor)
+	l := &Loop{id: c.ID, spin: spin, patience: spin, rest: max(restAfter, spin), cpus: c.CPUs, nice: c.Nice,
+		clock: c.Clock, log: loglimit.New(c.Log), guard: translate.ByLoop(c.ID), events: make([]unix.EpollEvent, maxEvents),
 		posts: newRing[post](postCapacity), done: make(chan struct{}), epfd: -1, wakefd: -1, alarm: alarm{fd: -1}}
 	if l.clock == nil {
 		l.clock = realClock{}
@@ -299,15 +306,25 @@ func (l *Loop) Guarded() translate.Guarded { return l.guard }
 // declared (Blame) has been notified, and Foreign is set. Use Visit where f accesses no guest memory.
 //
 // Do may wait for the iteration in progress, so it must not be called on another loop's thread.
-func (l *Loop) Do(f func()) error {
+func (l *Loop) Do(f func()) error { return l.do(&everyone, f) }
+
+// DoFor is Do for a function that makes work for pollers of m's owner only; others that rest (see poller.go) go on
+// resting.
+func (l *Loop) DoFor(m *Meter, f func()) error { return l.do(m, f) }
+
+func (l *Loop) do(whom *Meter, f func()) error {
 	if l.OnLoop() {
+		l.rouseFor(whom)
 		return l.protect(f)
 	}
 	d := &doCall{f: f, done: make(chan struct{})}
 	for {
-		queued, inline := l.enqueue(post{d: d})
+		queued, inline := l.enqueue(post{d: d, whom: whom})
 		if inline {
-			return l.inline(f)
+			return l.inline(func() {
+				l.rouseFor(whom)
+				f()
+			})
 		}
 		if queued {
 			break
@@ -325,6 +342,16 @@ func (l *Loop) Visit(f func()) {
 		panic(err)
 	}
 }
+
+// VisitFor is Visit as DoFor is Do.
+func (l *Loop) VisitFor(m *Meter, f func()) {
+	if err := l.DoFor(m, f); err != nil {
+		panic(err)
+	}
+}
+
+// arrange is Visit for the loop's own lists, which makes no work for pollers.
+func (l *Loop) arrange(f func()) { l.VisitFor(nil, f) }
 
 // enqueue reports queued if p was queued, inline if there is no thread (then it holds inlineMu).
 func (l *Loop) enqueue(p post) (queued, inline bool) {
@@ -362,7 +389,7 @@ func (l *Loop) inline(f func()) error {
 // the loop is closed. For the control plane: f is usually an allocated closure. Frames use a Mailbox.
 func (l *Loop) Post(f func()) bool {
 	l.lifeMu.RLock()
-	ok := l.life != lifeClosed && l.posts.put(post{f: f})
+	ok := l.life != lifeClosed && l.posts.put(post{f: f, whom: &everyone})
 	l.lifeMu.RUnlock()
 	if ok {
 		l.wake()
@@ -370,8 +397,11 @@ func (l *Loop) Post(f func()) bool {
 	return ok
 }
 
-// Wake makes a sleeping loop run an iteration soon. It is cheap for a loop that is awake. Callable from anywhere.
-func (l *Loop) Wake() { l.wake() }
+// Wake has the loop call all pollers soon, also if it sleeps. Callable from anywhere.
+func (l *Loop) Wake() {
+	l.asked.Store(true)
+	l.wake()
+}
 
 func (l *Loop) wake() {
 	// The loop stores sleeping before it checks its queues for the last time; we store to the queue before we check

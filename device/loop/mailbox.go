@@ -8,6 +8,7 @@ const mailBatch = 64
 // is full, Put fails, and the sender drops the value as with a network card's queue.
 type Mailbox[T any] struct {
 	l       *Loop
+	polled  Polled
 	q       *ring[T]
 	handle  func(T)
 	release func(T)
@@ -27,7 +28,8 @@ func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...O
 	m := &Mailbox[T]{l: l, q: newRing[T](capacity), handle: handle, release: release}
 	var asked handler
 	asked.init("mailbox", opts)
-	l.addPoller(m, m, []Option{Name(asked.name), Metered(asked.meter), OnFault(func(f Fault) {
+	m.polled.l, m.polled.p, m.polled.mail = l, m, m
+	l.addPoller(&m.polled, "mailbox", []Option{Name(asked.name), Metered(asked.meter), OnFault(func(f Fault) {
 		m.finish()
 		if asked.onFault != nil {
 			asked.onFault(f)
@@ -40,6 +42,9 @@ func NewMailbox[T any](l *Loop, capacity int, handle, release func(T), opts ...O
 func (m *Mailbox[T]) Put(v T) bool {
 	if !m.q.put(v) {
 		return false
+	}
+	if m.polled.quiet.take() {
+		m.polled.rouseFromAny()
 	}
 	m.l.wake()
 	return true
@@ -89,7 +94,7 @@ func (m *Mailbox[T]) pending() bool { return !m.q.empty() }
 // Close removes the mailbox from its loop and releases its values. The caller ensures that Put is not called any more:
 // later values stay unreleased until Close is called again.
 func (m *Mailbox[T]) Close() {
-	m.l.Visit(func() {
+	m.l.arrange(func() {
 		if !m.closed {
 			m.closed = true
 			m.l.removePoller(m)

@@ -1,6 +1,8 @@
 package loop
 
 import (
+	"slices"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/vnicd/vnicd/device/loop/eventfd"
@@ -15,10 +17,10 @@ const (
 	stagePosts
 	stageTimers
 	stagePollers
+	stageArmed
 	stageFlush
 	stagePrepare
 	stageSleep
-	stageResume
 )
 
 // pass runs an iteration from l.stage on and returns true at its end, false if a memory fault interrupted it (the next
@@ -47,19 +49,27 @@ func (l *Loop) pass(block bool) (complete bool) {
 			l.runTimers()
 			l.enter(stagePollers)
 		case stagePollers:
-			for l.index < len(l.pollers) {
-				p := l.pollers[l.index]
+			for l.index < len(l.awake) {
+				e := l.awake[l.index]
 				l.index++
-				l.begins(&p.h)
-				if p.p.Poll(l.now) {
-					l.busy = true
-					if p != l.worker && p.mail == nil {
-						l.worker, l.sharedAt = p, l.now
-					}
-				}
+				l.begins(&e.h)
+				l.poll(e)
 				l.current = nil
 				l.blamed = nil
 			}
+			l.due = len(l.armed)
+			l.enter(stageArmed)
+		case stageArmed:
+			for l.index < l.due {
+				k := l.armed[l.index]
+				l.index++
+				k.armed = false
+				l.begins(&k.h)
+				k.f()
+				l.current = nil
+				l.blamed = nil
+			}
+			l.armed = slices.Delete(l.armed, 0, l.due)
 			l.enter(stageFlush)
 		case stageFlush:
 			for l.index < len(l.hooks) {
@@ -80,15 +90,14 @@ func (l *Loop) pass(block bool) (complete bool) {
 				return true
 			}
 			l.mayWork = false
-			l.prepared = 0
 			l.enter(stagePrepare)
 		case stagePrepare:
-			for l.index < len(l.pollers) {
-				p := l.pollers[l.index]
+			for l.index < len(l.awake) {
+				e := l.awake[l.index]
 				l.index++
-				l.prepared = l.index
-				l.begins(&p.h)
-				if p.p.Prepare() {
+				l.begins(&e.h)
+				e.asked = true
+				if e.p.Prepare() {
 					l.mayWork = true
 				}
 				l.current = nil
@@ -101,16 +110,6 @@ func (l *Loop) pass(block bool) (complete bool) {
 					l.stopSample()
 				}
 				l.sleep()
-			}
-			l.enter(stageResume)
-		case stageResume:
-			for l.index < l.prepared && l.index < len(l.pollers) {
-				p := l.pollers[l.index]
-				l.index++
-				l.begins(&p.h)
-				p.p.Resume()
-				l.current = nil
-				l.blamed = nil
 			}
 			// After a wake-up the loop polls once in full, and keeps polling if that finds work.
 			l.enter(stageEvents)
@@ -133,12 +132,13 @@ func (l *Loop) enter(s stage) { l.stage, l.index = s, 0 }
 func (l *Loop) begin() {
 	l.now = l.clock.Now()
 	l.busy = false
+	l.takeRoused()
 	l.nextSample()
 	if l.nev > 0 {
 		return
 	}
 	// While polling, descriptors are checked only now and then.
-	if l.idleRounds++; l.idleRounds < epollEvery && len(l.pollers) > 0 && l.spin > 0 {
+	if l.idleRounds++; l.idleRounds < epollEvery && len(l.awake) > 0 && l.spin > 0 {
 		return
 	}
 	l.idleRounds = 0
@@ -179,7 +179,7 @@ func (l *Loop) sleep() {
 		}
 	}
 	l.sleeping.Store(1)
-	if l.posts.empty() && !l.stopping.Load() && !l.mailPending() && !l.manualDue() {
+	if l.posts.empty() && !l.stopping.Load() && !l.rousing() && !l.mailPending() && !l.manualDue() {
 		l.sleeps.Store(l.sleeps.Load() + 1)
 		l.nev = epollWait(l.epfd, l.events, timeout)
 	}
@@ -188,8 +188,8 @@ func (l *Loop) sleep() {
 
 // mailPending checks the mailboxes again after sleeping was set; see wake.
 func (l *Loop) mailPending() bool {
-	for _, p := range l.pollers {
-		if p.mail != nil && p.mail.pending() {
+	for _, e := range l.awake {
+		if e.mail != nil && e.mail.pending() {
 			return true
 		}
 	}
@@ -224,6 +224,7 @@ func (l *Loop) runEvent(ev *unix.EpollEvent) {
 		return
 	}
 	l.busy = true
+	l.rouseOwner(w.h.meter)
 	l.begins(&w.h)
 	w.ready()
 	l.current = nil
@@ -236,6 +237,7 @@ func (l *Loop) runPost() bool {
 	if !ok {
 		return false
 	}
+	l.rouseFor(p.whom)
 	if d := p.d; d != nil {
 		d.err = l.protect(d.f)
 		close(d.done)
@@ -258,6 +260,7 @@ func (l *Loop) runTimers() {
 			return
 		}
 		l.busy = true
+		l.rouseOwner(t.h.meter)
 		l.begins(&t.h)
 		t.f(l.now)
 		l.current = nil

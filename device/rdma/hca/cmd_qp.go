@@ -241,7 +241,7 @@ func queryQP(c *cmd) error {
 		return err
 	}
 	var a roce.Attr
-	o.q.engine.loop.Visit(func() { o.q.t.Query(&a) })
+	o.q.engine.onLoop(func() { o.q.t.Query(&a) })
 	r := abi.QPAttr{
 		QPN: n, QPState: uint8(a.State), CurQPState: uint8(a.CurState), PathMTU: a.PathMTU, Timeout: a.Timeout,
 		RetryCnt: a.RetryCnt, RNRRetry: a.RNRRetry, MinRNRTimer: a.MinRNRTimer, MaxRdAtomic: a.MaxRdAtomic,
@@ -275,14 +275,14 @@ func destroyQP(c *cmd) error {
 		return refuse(abi.StatusBusy, "QP %#x is attached to %d multicast groups", n, o.mcast)
 	}
 	q := o.q
-	q.engine.loop.Visit(func() {
+	q.engine.onLoop(func() {
 		q.close()
 		if o.bells == q.engine {
 			o.bells.db.leave(q.index)
 		}
 	})
 	if o.bells != q.engine {
-		o.bells.loop.Visit(func() { o.bells.db.leave(q.index) })
+		o.bells.onLoop(func() { o.bells.db.leave(q.index) })
 	}
 	c.d.data.async.drop(&q.asyn, &q.waiters[roce.Requester].guest.node, &q.waiters[roce.Responder].guest.node)
 	c.t.lingering = o.end(c.d.account, c.t.lingering)

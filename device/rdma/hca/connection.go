@@ -179,7 +179,7 @@ func (d *Device) Drops() map[string]uint64 {
 		}
 	}
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
+		e.onLoop(func() {
 			for i, n := range e.stats.Drops {
 				add(roce.Drop(i).String(), n)
 			}

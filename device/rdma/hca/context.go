@@ -414,12 +414,12 @@ func (r *restorer) qp(x *qpContext) error {
 	o.q.windowPD = translate.PD(x.windowPD) // the QP is in RESET: its engine does not use it
 	if bells := d.engines[x.bells]; bells != e {
 		armed := false
-		if bells.loop.Visit(func() { armed = bells.armed }); !armed {
+		if bells.onLoop(func() { armed = bells.armed }); !armed {
 			return fmt.Errorf("queue pair %#x has its doorbell on engine %d, which has none: %w", x.n, x.bells,
 				record.ErrInvalid)
 		}
-		e.loop.Visit(func() { e.db.leave(o.q.index) })
-		bells.loop.Visit(func() { bells.db.join(o.q.index) })
+		e.onLoop(func() { e.db.leave(o.q.index) })
+		bells.onLoop(func() { bells.db.join(o.q.index) })
 		o.bells = bells
 	}
 	return nil
@@ -529,7 +529,7 @@ func (d *Device) takeBells(e *engine) (x bellContext, ok bool) {
 	if d.tables.dbHeld[e.id].release == nil {
 		return x, false
 	}
-	e.loop.Visit(func() { x = bellContext{engine: uint32(e.id), pages: slices.Clone(e.db.pages[:])} })
+	e.onLoop(func() { x = bellContext{engine: uint32(e.id), pages: slices.Clone(e.db.pages[:])} })
 	if e.id == 0 {
 		x.nonce = d.tables.nonce.value
 	}
@@ -586,7 +586,7 @@ func (x *deviceContext) takeQPs(d *Device) {
 	numbers := slices.Sorted(maps.Keys(t.qpList))
 	states := make(map[uint32]qpContext, len(numbers))
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
+		e.onLoop(func() {
 			for _, n := range numbers {
 				if o := t.qpList[n]; o.q.engine == e {
 					states[n] = takeQP(o)

@@ -294,7 +294,7 @@ func (d *Device) Connected(c virtio.Conn) {
 	d.data.mem.Store(s)
 	d.data.vm = translate.NewVM(s, d.lim.stageOne(d.account))
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() { e.space = s })
+		e.onLoop(func() { e.space = s })
 	}
 	d.mu.Lock()
 	d.tables.conn, d.tables.vm = c, d.data.vm
@@ -315,7 +315,7 @@ func (d *Device) Disconnected() {
 	d.tables.conn, d.tables.vm = nil, nil
 	d.mu.Unlock()
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() { e.space = nil })
+		e.onLoop(func() { e.space = nil })
 	}
 	d.data.mem.Store(nil)
 	d.data.vm, d.conn = nil, nil
@@ -359,7 +359,7 @@ func (d *Device) wipe() (lost bool) {
 	lost = qps+len(t.cqs)+len(t.srqs)+len(t.mrs)+len(t.pds) > 0 || d.data.ahs.Load() != nil
 	// QPs first: after them no loop uses rings, CQs or memory any more.
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
+		e.onLoop(func() {
 			for _, o := range t.qpList {
 				if o.q.engine == e {
 					o.q.close()
@@ -370,7 +370,7 @@ func (d *Device) wipe() (lost bool) {
 	}
 	// No thread posts events any more; pending events concern destroyed objects.
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
+		e.onLoop(func() {
 			for _, q := range e.events {
 				q.clear()
 			}
@@ -501,7 +501,7 @@ func (d *Device) stopCommandQueue() {
 			e.settleNow()
 			e.freeze()
 		})
-		e.loop.Visit(e.freeze)
+		e.onLoop(e.freeze)
 	}
 	d.queueStopped(d.position)
 	d.pauses()

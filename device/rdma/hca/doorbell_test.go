@@ -3,6 +3,7 @@ package hca
 import (
 	"math/rand/v2"
 	"testing"
+	"time"
 
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/translate"
@@ -138,9 +139,15 @@ func TestDoorbellWakeup(t *testing.T) {
 	}
 	g.u64(e.db.pages[0] + abi.DoorbellSummaryOff).Store(1<<64 - 1)
 	w.step(1)
+	w.clock.Advance(time.Second)
+	w.step(2)
 	flag := g.u32(e.db.pages[0])
+	if flag.Load() != 1 {
+		t.Errorf("need_wakeup %d of an engine that rests", flag.Load())
+	}
+	e.Resume()
 	if flag.Load() != 0 {
-		t.Error("need_wakeup is set while the loop runs")
+		t.Error("need_wakeup is set after the rest")
 	}
 	if e.Prepare() || flag.Load() != 1 {
 		t.Errorf("need_wakeup %d after Prepare", flag.Load())

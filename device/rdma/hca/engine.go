@@ -57,6 +57,7 @@ type engine struct {
 	id   int // engine number of the ABI
 	loop *loop.Loop
 
+	polled  *loop.Polled
 	inbox   *loop.Mailbox[*frame.Buf]
 	notices *loop.Mailbox[struct{}]
 	events  []*eventQueue // fixed; queues served by this engine
@@ -110,7 +111,7 @@ func (e *engine) start() {
 	fault, meter := e.faultOption(), loop.Metered(&e.dev.meter)
 	e.inbox = loop.NewMailbox(e.loop, inboxFrames, e.receive, e.releaseBuf, loop.Name("hca inbox"), fault, meter)
 	e.inbox.Weigh((*frame.Buf).Segments)
-	e.loop.AddPoller(e, loop.Name("hca"), fault, meter)
+	e.polled = e.loop.AddPoller(e, loop.Name("hca"), fault, meter)
 	e.notices = loop.NewMailbox(e.loop, noticeSlots, e.onNotice, nil, loop.Name("hca events"), fault, meter)
 }
 
@@ -147,6 +148,9 @@ func (e *engine) onMemoryFault(f loop.Fault) {
 	}
 	e.dev.stopped(f)
 }
+
+// onLoop runs f, which accesses no guest memory, on the engine's loop, and waits.
+func (e *engine) onLoop(f func()) { e.loop.VisitFor(&e.dev.meter, f) }
 
 // enter begins a batch that touches guest memory. False: the device has no guest,
 // the guest is paused, or its memory vanished.
@@ -313,6 +317,7 @@ func (e *engine) schedule(q *qp) {
 	if q.scheduled || q.closed {
 		return
 	}
+	e.polled.Rouse()
 	q.scheduled = true
 	q.next = nil
 	if e.last == nil {
@@ -472,14 +477,14 @@ func (e *engine) on(f func() error) (err error) {
 // device stops as after a fault in a handler; the error is a translate.ErrMemoryGone. What f has left half done lasts
 // until the reset, so f leaves nothing that wipe cannot remove.
 func (e *engine) visit(f func()) error {
-	err := e.loop.Do(func() {
+	err := e.loop.DoFor(&e.dev.meter, func() {
 		prev := e.loop.Charge(&e.dev.meter)
 		f()
 		e.loop.Charge(prev)
 	})
 	var fault loop.Fault
 	if errors.As(err, &fault) {
-		e.loop.Visit(func() { e.onMemoryFault(fault) })
+		e.onLoop(func() { e.onMemoryFault(fault) })
 	}
 	return err
 }

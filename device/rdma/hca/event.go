@@ -389,7 +389,7 @@ func (eq *eventQueue) check(err error) bool {
 
 // drop removes the nodes of objects that are being destroyed, on the queue's engine.
 func (eq *eventQueue) drop(nodes ...*eventNode) {
-	eq.engine.loop.Visit(func() {
+	eq.engine.onLoop(func() {
 		eq.waiting.collect(&eq.incoming)
 		for _, n := range nodes {
 			eq.waiting.remove(n)

@@ -15,6 +15,7 @@ import (
 	"github.com/vnicd/vnicd/device/ethernet/vswitch"
 	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/loop"
+	"github.com/vnicd/vnicd/device/loop/eventfd"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/testutil/ways"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
@@ -68,6 +69,7 @@ type guest struct {
 	paged     bool                                        // connect gives the memory to a host driver
 	driver    *hostdriver.Driver                          // of paged memory
 	port      *vswitch.VMPort
+	kicks     map[*engine]int // eventfds
 }
 
 const (
@@ -619,6 +621,29 @@ func (q *tqp) bell() {
 	word := db + abi.DoorbellBitsOff + translate.PA(8*(q.slot/64))
 	q.g.u64(word).Or(1 << (q.slot % 64))
 	q.g.u64(db + abi.DoorbellSummaryOff + translate.PA(8*(q.slot/4096))).Or(1 << (q.slot / 64 % 64))
+	if q.g.u32(db+abi.DoorbellNeedWakeupOff).Load() != 0 {
+		q.g.kick(e)
+	}
+}
+
+// kick is the driver's notification of an engine that asks for one.
+func (g *guest) kick(e *engine) {
+	fd, ok := g.kicks[e]
+	if !ok {
+		var err error
+		if fd, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+			g.tb.Fatal(err)
+		}
+		g.tb.Cleanup(func() { unix.Close(fd) })
+		if _, err := e.loop.Watch(fd, func() { eventfd.Take(fd) }, loop.Metered(&e.dev.meter)); err != nil {
+			g.tb.Fatal(err)
+		}
+		if g.kicks == nil {
+			g.kicks = map[*engine]int{}
+		}
+		g.kicks[e] = fd
+	}
+	eventfd.Add(fd)
 }
 
 // wqe returns the next free slot of the SQ.

@@ -118,6 +118,7 @@ func (j *engineJournal) pending() bool {
 func (e *engine) touch(q *qp) {
 	if j := e.journal; j != nil && !q.touched {
 		q.touched = true
+		e.polled.Rouse()
 		j.touched = append(j.touched, q)
 	}
 }
@@ -126,6 +127,7 @@ func (e *engine) touch(q *qp) {
 func (e *engine) touchSRQ(s *srq) {
 	if j := e.journal; j != nil && !s.touched {
 		s.touched = true
+		e.polled.Rouse()
 		j.srqs = append(j.srqs, s)
 	}
 }
@@ -133,6 +135,7 @@ func (e *engine) touchSRQ(s *srq) {
 // touchKey is touch for a key that a work request has changed.
 func (e *engine) touchKey(k translate.Key) {
 	if j := e.journal; j != nil {
+		e.polled.Rouse()
 		j.changed = append(j.changed, k)
 	}
 }

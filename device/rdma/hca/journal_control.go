@@ -121,7 +121,7 @@ func (d *Device) Journal() (int, error) {
 	}
 	d.data.journal.Store(f)
 	for i, e := range d.data.engines {
-		e.loop.Visit(func() { e.journal = newEngineJournal(f.Shard(i + 1)) })
+		e.onLoop(func() { e.journal = newEngineJournal(f.Shard(i + 1)) })
 	}
 	d.renewJournal()
 	d.chargeJournal()
@@ -144,7 +144,7 @@ func (d *Device) closeJournal() {
 		return
 	}
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() { e.journal = nil })
+		e.onLoop(func() { e.journal = nil })
 	}
 	for _, o := range d.tables.cqs {
 		o.q.setWord(nil)
@@ -311,7 +311,7 @@ func (d *Device) addObject(x object) {
 	case recSRQObject:
 		if o := t.srqs[x.n]; o != nil {
 			if o.owner != nil {
-				o.owner.loop.Visit(func() {
+				o.owner.onLoop(func() {
 					o.owner.commitNow()
 					j.addSRQ(o)
 				})
@@ -322,7 +322,7 @@ func (d *Device) addObject(x object) {
 		}
 	case recQPObject:
 		if o := t.qpList[x.n]; o != nil {
-			o.q.engine.loop.Visit(func() {
+			o.q.engine.onLoop(func() {
 				o.q.engine.commitNow()
 				j.addQP(o)
 			})
@@ -536,7 +536,7 @@ func (d *Device) wiped() {
 	}
 	d.renewJournal() // first: without objects, what engines have recorded does not matter
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() { e.journal.clear() })
+		e.onLoop(func() { e.journal.clear() })
 	}
 }
 

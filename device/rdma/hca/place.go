@@ -47,7 +47,7 @@ func (o *cqObject) usedOn(e *engine) {
 		o.owner = e
 	case o.owner != e && !o.q.shared:
 		// On the owner's loop it takes effect before the other loop's QP exists.
-		o.owner.loop.Visit(func() { o.q.shared = true })
+		o.owner.onLoop(func() { o.q.shared = true })
 	}
 }
 
@@ -72,7 +72,7 @@ func (c *cmd) colocate(o *qpObject) {
 		return // the QPs of an SRQ share one engine
 	}
 	var to *engine
-	q.engine.loop.Visit(func() { to = q.peerEngine() })
+	q.engine.onLoop(func() { to = q.peerEngine() })
 	if to != nil {
 		c.moveQP(o, to)
 	}
@@ -82,7 +82,7 @@ func (c *cmd) colocate(o *qpObject) {
 // frames that arrive then are lost, as they were before it became ready. If it is not movable, it stays.
 func (c *cmd) moveQP(o *qpObject, to *engine) {
 	q, from, hidden := o.q, o.q.engine, false
-	from.loop.Visit(func() {
+	from.onLoop(func() {
 		if hidden = q.hide(); hidden { // an engine's new log does not have it meanwhile
 			from.settleNow()
 			c.effect(func(j *controlJournal) { j.addQP(o) })
@@ -93,7 +93,7 @@ func (c *cmd) moveQP(o *qpObject, to *engine) {
 	}
 	// Only loops look QPs up: after this visit no loop uses one that it found before.
 	for _, e := range c.d.data.engines {
-		e.loop.Visit(func() {})
+		e.onLoop(func() {})
 	}
 	// A memory fault stops the device; the QP goes to its new engine, where a reset finds it.
 	_ = from.visit(q.leaveEngine)

@@ -1,6 +1,7 @@
 package hca
 
 import (
+	"bytes"
 	"math/rand/v2"
 	"testing"
 
@@ -74,7 +75,7 @@ func TestHostileFrames(t *testing.T) {
 				f[r.IntN(len(f))] ^= 1 << r.UintN(8)
 			}
 		}
-		before, mem := drops(), string(g.mem[:1<<16])
+		before, mem := drops(), g.low()
 		w.deliver(g, f)
 		w.step(3)
 		// A flip in a field that the ICRC leaves out (TTL, checksums, the source MAC)
@@ -82,10 +83,19 @@ func TestHostileFrames(t *testing.T) {
 		if n := drops() - before; n > 1 {
 			t.Fatalf("one frame was counted %d times", n)
 		}
-		if string(g.mem[:1<<16]) != mem && i%4 < 2 {
+		if g.low() != mem && i%4 < 2 {
 			t.Fatal("noise changed guest memory")
 		}
 	}
+}
+
+// low is a copy of the first 64 KiB of the guest's memory, without the engines' requests for wake-ups.
+func (g *guest) low() string {
+	m := bytes.Clone(g.mem[:1<<16])
+	for _, e := range g.engines {
+		clear(m[e.db.pages[0]-memBase+abi.DoorbellNeedWakeupOff:][:4])
+	}
+	return string(m)
 }
 
 // All destination fields of a frame are checked (MT-6).

@@ -53,7 +53,7 @@ func (eq *eventQueue) kicked() {
 // stop ends service; when it returns no thread accesses the virtqueue any more.
 // Pending events stay with their objects.
 func (eq *eventQueue) stop() {
-	eq.engine.loop.Visit(func() {
+	eq.engine.onLoop(func() {
 		if eq.watch != nil {
 			eq.watch.Close()
 			eq.watch = nil
@@ -64,7 +64,7 @@ func (eq *eventQueue) stop() {
 
 // startDoorbells watches the doorbell queue's kick; control goroutine.
 func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
-	e.loop.Visit(func() {
+	e.onLoop(func() {
 		switch fd := q.KickFD(); {
 		case e.dbWatch != nil:
 			err = fmt.Errorf("hca: doorbell queue %d runs already", q.Index())
@@ -78,7 +78,7 @@ func (e *engine) startDoorbells(q *virtq.Queue) (err error) {
 }
 
 func (e *engine) stopDoorbells() {
-	e.loop.Visit(func() {
+	e.onLoop(func() {
 		if e.dbWatch != nil {
 			e.dbWatch.Close()
 			e.dbWatch = nil

@@ -409,7 +409,7 @@ func (d *Device) finishPast(p *past) error {
 	}
 	for _, o := range t.qpList {
 		if i := storedWord(len(p.words), o.q.index); i >= 0 {
-			o.q.engine.loop.Visit(func() { o.q.t.Revived(p.words[i].Load()) })
+			o.q.engine.onLoop(func() { o.q.t.Revived(p.words[i].Load()) })
 		}
 	}
 	d.pastQueue, d.pastJobs = p.queue, p.jobs
@@ -518,7 +518,7 @@ func (d *Device) settleNote(n *pastNote) error {
 			return nil
 		}
 	}
-	o.q.engine.loop.Visit(func() { o.q.past = append(o.q.past, pastAtomic{psn: n.psn, old: n.found}) })
+	o.q.engine.onLoop(func() { o.q.past = append(o.q.past, pastAtomic{psn: n.psn, old: n.found}) })
 	return nil
 }
 

@@ -116,7 +116,7 @@ func (d *Device) Stats() abi.Stats { return d.stats() }
 
 func (d *Device) stats() (s abi.Stats) {
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() { e.statistics(&s) })
+		e.onLoop(func() { e.statistics(&s) })
 	}
 	for i := range d.data.rejected {
 		switch n := d.data.rejected[i].Load(); rejectReason(i) {
@@ -161,7 +161,7 @@ func (d *Device) eachQP(f func(q *qp)) {
 	}
 	for e, qs := range of {
 		for some := range slices.Chunk(qs, visitQPs) {
-			e.loop.Visit(func() {
+			e.onLoop(func() {
 				for _, q := range some {
 					f(q)
 				}
@@ -190,7 +190,7 @@ func (d *Device) Describe() Status {
 		s.Stats[abi.Stat(i).String()] = v
 	}
 	for _, e := range d.data.engines {
-		e.loop.Visit(func() {
+		e.onLoop(func() {
 			s.Stats["local_messages"] += e.stats.LocalMessages
 			s.Stats["local_bytes"] += e.stats.LocalBytes
 			s.Stats["np_ecn_marked_roce_packets"] += e.stats.ECNMarked

@@ -66,7 +66,7 @@ func newPair(d *Device, i int, l *loop.Loop) *pair {
 	p.rxWait.init(p, p.resumeRx)
 	p.txWait.init(p, p.resumeTx)
 	p.wakeups = loop.NewMailbox(l, 8, p.wakeup, nil, loop.Name("vnet faults"), fault, meter)
-	p.hook = l.AtFlush(p.flush, loop.Name("vnet flush"), fault, meter)
+	p.hook = l.NewHook(p.flush, loop.Name("vnet flush"), fault, meter)
 	return p
 }
 
@@ -86,7 +86,7 @@ func (d *Device) ownFault(f loop.Fault) {
 
 // visit runs f, which may access guest memory, on the pair's loop. If the memory is gone, the pair's queues are broken.
 func (p *pair) visit(f func()) {
-	if err := p.loop.Do(f); err != nil {
+	if err := p.loop.DoFor(&p.d.meter, f); err != nil {
 		p.d.fail("control", p.i, err)
 		p.failAll(err)
 	}
@@ -219,6 +219,7 @@ func (p *pair) failAll(err error) {
 func (p *pair) enterRx(q *virtq.Queue) {
 	if !p.rxInside {
 		p.rxEpoch, p.rxInside = q.Space().Epochs().Enter(p.loop.Guarded()), true
+		p.hook.Arm()
 	}
 }
 

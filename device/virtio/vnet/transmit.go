@@ -190,6 +190,7 @@ func (p *pair) done(q *virtq.Queue) {
 		return
 	}
 	p.txDirty = true
+	p.hook.Arm()
 }
 
 // txFault cleans up after a memory fault interrupted Poll. If the fault was in another VM's memory, this VM's frame
@@ -197,7 +198,9 @@ func (p *pair) done(q *virtq.Queue) {
 func (p *pair) txFault(f loop.Fault) {
 	p.release()
 	if f.Foreign {
-		p.txSent = p.txOpen
+		if p.txSent = p.txOpen; p.txSent {
+			p.hook.Arm()
+		}
 	} else {
 		p.d.fault(f)
 	}

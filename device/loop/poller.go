@@ -119,7 +119,7 @@ func (l *Loop) poll(e *Polled) {
 		} else if e != l.worker {
 			l.worker, l.sharedAt = e, l.now
 		}
-	case l.now-e.worked >= l.rest && (e.mail != nil || e.h.meter != nil):
+	case !e.closed && l.now-e.worked >= l.rest && (e.mail != nil || e.h.meter != nil):
 		l.letRest(e)
 	}
 }
@@ -129,6 +129,9 @@ func (l *Loop) letRest(e *Polled) {
 	e.asked = true
 	if e.p.Prepare() {
 		e.worked, l.busy = l.now, true
+		return
+	}
+	if e.closed { // by its Prepare
 		return
 	}
 	if e.mail != nil {

@@ -151,6 +151,24 @@ func TestRestNoSleep(t *testing.T) {
 	testutil.Eventually(t, "a hook rouses", func() bool { return roused.Load() == n })
 }
 
+// A poller that removes itself when it has no work does not rest, neither from Poll nor from Prepare.
+func TestRestRemovesItself(t *testing.T) {
+	l := newLoop(t, Config{})
+	l.rest = 0
+	var m Meter
+	a, b := &testPoller{}, &testPoller{}
+	a.inPoll = func() { l.RemovePoller(a) }
+	b.inPrepare = func() bool { l.RemovePoller(b); return false }
+	l.AddPoller(a, Metered(&m))
+	l.AddPoller(b, Metered(&m))
+	l.Step()
+	l.Visit(func() {})
+	l.Step()
+	if a.polled != 1 || a.prepared != 0 || b.polled != 1 || l.resting != 0 || len(l.awake) != 0 {
+		t.Errorf("called %d and %d times; %d rest, %d are awake", a.polled, b.polled, l.resting, len(l.awake))
+	}
+}
+
 // lateMail is a mailbox that gets a value just before it rests.
 type lateMail struct{ testPoller }
 

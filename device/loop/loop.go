@@ -47,8 +47,10 @@ const (
 	sharedFor = 2e5
 	// Number of shortened polls before the full time is tried again.
 	maxMisses = 32
-	// While pollers are busy, epoll is called only every epollEvery iterations: the call costs more than a poll.
+	// While pollers are busy, epoll is called only every epollEvery iterations, because the call costs more than a poll,
+	// or after epollAfter, in ns: a poller that rests depends on it.
 	epollEvery = 8
+	epollAfter = 5e4
 )
 
 // Errors that callers test for.
@@ -101,6 +103,7 @@ type Loop struct {
 	index      int
 	nev        int
 	idleRounds int
+	looked     int64 // when epoll was called last
 	busy       bool
 	mayWork    bool
 	current    *handler

@@ -138,10 +138,10 @@ func (l *Loop) begin() {
 		return
 	}
 	// While polling, descriptors are checked only now and then.
-	if l.idleRounds++; l.idleRounds < epollEvery && len(l.awake) > 0 && l.spin > 0 {
+	if l.idleRounds++; l.idleRounds < epollEvery && l.now-l.looked < epollAfter && len(l.awake) > 0 && l.spin > 0 {
 		return
 	}
-	l.idleRounds = 0
+	l.idleRounds, l.looked = 0, l.now
 	l.nev = epollNow(l.epfd, l.events)
 	if l.nev > 0 {
 		l.idleRounds = epollEvery // busy descriptors are checked every time

@@ -169,6 +169,27 @@ func TestRestRemovesItself(t *testing.T) {
 	}
 }
 
+// Beside a poller whose turns take long, one that rests waits for its wake-up no longer than for two turns.
+func TestRestBesideLongTurns(t *testing.T) {
+	clock := NewManualClock(1)
+	l := newLoop(t, Config{Clock: clock, SpinFor: time.Microsecond})
+	x := newTenant(t, l)
+	l.AddPoller(&worker{clock: clock, cost: epollAfter})
+	clock.Advance(restAfter)
+	l.Step()
+	before := x.poller.polled
+	kick(t, x.fd)
+	l.arrange(func() {
+		l.idleRounds, l.looked = 0, clock.Now()
+		for range 3 {
+			l.pass(false)
+		}
+	})
+	if x.poller.polled == before {
+		t.Error("three turns of another poller, and no call")
+	}
+}
+
 // lateMail is a mailbox that gets a value just before it rests.
 type lateMail struct{ testPoller }
 

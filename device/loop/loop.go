@@ -6,7 +6,7 @@
 //	events   epoll: ready functions of Watches
 //	posts    functions from Do and Post
 //	timers   those whose deadline has come
-//	pollers  Poll of every Poller and Mailbox that does not rest (see Polled)
+//	pollers  Poll of every Poller and Mailbox that does not rest (see poller.go)
 //	flush    hooks, armed ones and then those of every iteration: send what was batched
 //	prepare  only when nothing happened for SpinFor: pollers publish "wake me" and look once more
 //	sleep    epoll_wait until an event, a wake-up or the next timer
@@ -311,8 +311,8 @@ func (l *Loop) Guarded() translate.Guarded { return l.guard }
 // Do may wait for the iteration in progress, so it must not be called on another loop's thread.
 func (l *Loop) Do(f func()) error { return l.do(&everyone, f) }
 
-// DoFor is Do for a function that makes work for pollers of m's owner only; others that rest (see poller.go) go on
-// resting.
+// DoFor is Do for a function that makes work for pollers of m's owner only, or of nobody (nil); others that rest (see
+// poller.go) go on resting.
 func (l *Loop) DoFor(m *Meter, f func()) error { return l.do(m, f) }
 
 func (l *Loop) do(whom *Meter, f func()) error {
@@ -390,9 +390,12 @@ func (l *Loop) inline(f func()) error {
 
 // Post queues f to run on the loop soon, and returns without waiting. It returns false if too many posts are pending or
 // the loop is closed. For the control plane: f is usually an allocated closure. Frames use a Mailbox.
-func (l *Loop) Post(f func()) bool {
+func (l *Loop) Post(f func()) bool { return l.PostFor(&everyone, f) }
+
+// PostFor is Post as DoFor is Do.
+func (l *Loop) PostFor(m *Meter, f func()) bool {
 	l.lifeMu.RLock()
-	ok := l.life != lifeClosed && l.posts.put(post{f: f, whom: &everyone})
+	ok := l.life != lifeClosed && l.posts.put(post{f: f, whom: m})
 	l.lifeMu.RUnlock()
 	if ok {
 		l.wake()

@@ -33,7 +33,7 @@ func (m *Meter) Time() time.Duration {
 	return time.Duration(sum)
 }
 
-// Metered makes the time of a handler count for m, and the handler one of m's owner: see Polled.
+// Metered makes the time of a handler count for m, and the handler one of m's owner: see poller.go.
 func Metered(m *Meter) Option { return func(h *handler) { h.meter = m } }
 
 // sampler is a loop's part of metering. Owned by the loop's thread.

@@ -11,7 +11,7 @@ import (
 //
 //	a handler of the same owner   a Watch, a Timer, or a Mailbox with a value, that has the same Meter
 //	Do, Visit, Post               their functions may have made work for anybody
-//	DoFor, VisitFor               and theirs for one owner
+//	DoFor, VisitFor, PostFor      and theirs for one owner, or for nobody
 //	Wake, Polled.Rouse            whoever makes work for it in another owner's handler
 //	Mailbox.Put                   for a mailbox, from any thread
 //

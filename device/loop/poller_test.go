@@ -73,6 +73,7 @@ func TestRest(t *testing.T) {
 		{"DoFor", func() { _ = l.DoFor(&a.meter, func() {}) }, false},
 		{"VisitFor", func() { l.VisitFor(&a.meter, func() {}) }, false},
 		{"VisitFor on the loop", func() { l.arrange(func() { l.VisitFor(&a.meter, func() {}) }) }, false},
+		{"PostFor", func() { l.PostFor(&a.meter, func() {}) }, false},
 		{"Do", func() { _ = l.Do(func() {}) }, true},
 		{"Visit", func() { l.Visit(func() {}) }, true},
 		{"Post", func() { l.Post(func() {}) }, true},
@@ -93,6 +94,12 @@ func TestRest(t *testing.T) {
 		if a.poller.asleep.Load() {
 			t.Errorf("%s: the request for a wake-up was not withdrawn", x.name)
 		}
+	}
+	settle()
+	l.VisitFor(nil, func() {})
+	l.PostFor(nil, func() {})
+	if l.Step(); l.resting != 4 {
+		t.Errorf("a function that makes work for nobody leaves %d of 4 resting", l.resting)
 	}
 }
 

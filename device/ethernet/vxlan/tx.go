@@ -231,7 +231,8 @@ func (s *sender) tooBig(b *frame.Buf, p *port, x *peer) {
 		return
 	}
 	b.Ref()
-	s.answering = s.l.Post(func() {
+	// For nobody's pollers: otherwise a guest that sends large frames would end the rest of all others' in each pass.
+	s.answering = s.l.PostFor(nil, func() {
 		s.answering = false
 		p.net.AnswerTooBig(s.l, b.Bytes(), limit)
 		b.Free()

@@ -426,7 +426,7 @@ func (vt *VTEP) RemoveMonitor() {
 // barrier returns when all handlers that ran when it was called have returned.
 func (vt *VTEP) barrier() {
 	for _, l := range vt.cfg.Loops {
-		l.Visit(func() {})
+		l.VisitFor(nil, func() {})
 	}
 }
 

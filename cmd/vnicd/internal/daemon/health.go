@@ -35,7 +35,7 @@ func (p *probe) ask(do func()) <-chan struct{} {
 func (d *Daemon) Healthy(ctx context.Context) error {
 	answers := make([]<-chan struct{}, len(d.loops))
 	for i, l := range d.loops {
-		answers[i] = d.probes[i].ask(func() { l.Visit(func() {}) })
+		answers[i] = d.probes[i].ask(func() { l.VisitFor(nil, func() {}) })
 	}
 	var stuck []string
 	for i, l := range d.loops {

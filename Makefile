@@ -12,7 +12,7 @@ TIME        ?= 1s
 APT_KEY     ?=
 export PACKAGES
 
-.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint site recording image module package guest-packages oci-image apt-tree release deps deps-vm clean
+.PHONY: help build libvnicd libvnicd-package demo test test-unit test-whole test-whole-messages test-whole-crash test-whole-passes test-whole-release test-fuzz test-module test-vm test-long test-long-part test-outlive test-upgrade test-kernels test-debug test-ways bench bench-compare profile soak lint site recording image module package guest-packages oci-image apt-tree release deps deps-vm clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -116,11 +116,14 @@ test-vm: deps image build ## boots VMs: the whole path from guest application to
 # All take over three hours here. PART=1/2 and PART=2/2 are half of them each, the first one with test-whole.
 PART = 1/1
 LONG_PART = $(shell echo '$(LONG)' | tr -d '^$$()' | tr '|' '\n' | \
-	awk -v part='$(PART)' 'BEGIN { split(part, p, "/") } p[1] > 0 && p[1] <= p[2] && NR % p[2] == p[1] % p[2]' | paste -sd '|')
+	awk -v part='$(PART)' 'BEGIN { split(part, p, "/") } p[1] > 0 && p[1] <= p[2] + 0 && NR % p[2] == p[1] % p[2]' | \
+	paste -sd '|')
 
-test-long: deps image build $(if $(filter 1/%,$(PART)),test-whole) ## the VM tests that `make test` leaves out, and unit tests as a whole (PART=1/2)
-	@[ -n '$(LONG_PART)' ] || { echo 'PART=$(PART): want a part of all, such as 1/2' >&2; exit 2; }
+test-long: test-long-part deps image build $(if $(filter 1/%,$(PART)),test-whole) ## the VM tests that `make test` leaves out, and unit tests as a whole (PART=1/2)
 	$(GO) test -count=1 -timeout 5h -v -run '^($(LONG_PART))$$' ./integration
+
+test-long-part:
+	@[ -n '$(LONG_PART)' ] || { echo 'PART=$(PART): want a part of all, such as 1/2' >&2; exit 2; }
 
 test-outlive: deps image build ## a short series of kills, upgrades and pauses under verifying programs (ARGS="-kills=500 …")
 	$(GO) test -count=1 -timeout 12h -v -run '$(SERIES)' ./integration $(ARGS)

@@ -135,37 +135,49 @@ func (s *secured) checkEnd() {
 // TestSecured: the process without rights serves TLS and asks for passwords, on TCP and on a unix socket alike. Its
 // system calls are enough for that, and the next process does the same.
 func TestSecured(t *testing.T) {
-	for _, listen := range []string{"127.0.0.1:0", "unix"} {
-		s := newSecured(t)
-		s.put("web.yml", []byte(tlsOnly+s.users()))
-		if listen == "unix" {
-			listen = filepath.Join(s.dir, "mon")
-		}
-		s.serve(listen)
-		pid := 0
-		for range 2 {
-			for _, path := range []string{"/metrics", "/healthz", "/debug/pprof/heap", "/none"} {
-				want := 200
-				if path == "/none" {
-					want = 404
-				}
-				for password, want := range map[string]int{"right": want, "wrong": 401, "": 401} {
-					status, text, state := s.get("https", path, password)
-					if status != want || state.Version != tls.VersionTLS13 || state.NegotiatedProtocol != "h2" {
-						t.Errorf("%s: %s with %q: %d %.100q, want %d", listen, path, password, status, text, want)
-					}
+	for _, network := range []string{"tcp", "unix"} {
+		t.Run(network, func(t *testing.T) { // which ends its server: processOf would find that of the other too
+			s := newSecured(t)
+			s.put("web.yml", []byte(tlsOnly+s.users()))
+			listen := "127.0.0.1:0"
+			if network == "unix" {
+				listen = filepath.Join(s.dir, "mon")
+			}
+			s.serve(listen)
+			pid := 0
+			for range 2 {
+				s.checkAnswers()
+				if pid = processOf(t, pid); syscall.Kill(pid, syscall.SIGKILL) != nil {
+					t.Fatal("cannot kill it")
 				}
 			}
-			if status, text, _ := s.get("http", "/healthz", "right"); status != 400 {
-				t.Errorf("%s: without TLS: %d %.100q", listen, status, text)
+			waitFor(t, "a line about a password", func() bool {
+				return strings.Contains(s.log.String(), "wrong user name or password")
+			})
+			if strings.Contains(s.log.String(), "Basic") {
+				t.Errorf("log %s", s.log)
 			}
-			if pid = processOf(t, pid); syscall.Kill(pid, syscall.SIGKILL) != nil {
-				t.Fatal("cannot kill it")
+		})
+	}
+}
+
+// checkAnswers checks the answers to right, wrong and no passwords, and to a request without TLS.
+func (s *secured) checkAnswers() {
+	s.t.Helper()
+	for _, path := range []string{"/metrics", "/healthz", "/debug/pprof/heap", "/none"} {
+		want := 200
+		if path == "/none" {
+			want = 404
+		}
+		for password, want := range map[string]int{"right": want, "wrong": 401, "": 401} {
+			status, text, state := s.get("https", path, password)
+			if status != want || state.Version != tls.VersionTLS13 || state.NegotiatedProtocol != "h2" {
+				s.t.Errorf("%s with %q: %d %.100q, want %d", path, password, status, text, want)
 			}
 		}
-		if !strings.Contains(s.log.String(), "wrong user name or password") || strings.Contains(s.log.String(), "Basic") {
-			t.Errorf("%s: log %s", listen, s.log)
-		}
+	}
+	if status, text, _ := s.get("http", "/healthz", "right"); status != 400 {
+		s.t.Errorf("without TLS: %d %.100q", status, text)
 	}
 }
 

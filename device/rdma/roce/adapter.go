@@ -140,7 +140,8 @@ type Scheduler interface {
 	// Affordable returns deadline or, if the loop has set alarms lately and they cost much on this machine, the earliest
 	// later time for which another one is worth its cost. For timers that only make something faster.
 	Affordable(deadline int64) int64
-	// Used says that a timer with a time from Affordable was of use. For a while such times are earlier then.
+	// Used says that a timer with a time from Affordable was of use, or that packets are lost, and the next one may be.
+	// For a while such times are earlier then.
 	Used()
 	// Fault says that side waits for m, which is one of m.Fault(), to access it with the rights need. m.Len is how
 	// many bytes from m.Where on are known to be needed, 1 to 1 MiB, contiguous in what the work request or the

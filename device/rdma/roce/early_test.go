@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"math/rand"
 	"testing"
 
 	"github.com/vnicd/vnicd/device/rdma/wire"
@@ -142,10 +143,45 @@ func TestEarlyProbeOfOldest(t *testing.T) {
 			if now := a.q.recovery.cwnd.Size; (now >= window) != tc.kept {
 				t.Errorf("the congestion window was %d and is %d", window, now)
 			}
+			if (a.used == 0) != tc.kept {
+				t.Errorf("%d early timers were of use", a.used)
+			}
 			if s.Timeouts != 0 {
 				t.Errorf("%d timeouts", s.Timeouts)
 			}
 		})
+	}
+}
+
+// inOrder is a source of random numbers with which a busy loop of a fabric receives all there is before QPs run.
+type inOrder struct{}
+
+func (inOrder) Int63() int64 { return 0 }
+func (inOrder) Seed(int64)   {}
+
+// Under traffic the answer to a packet that was sent twice is one to others, too: that no duplicate comes does not show
+// that the oldest of many was lost, and timers that near go on being armed rarely. A gap shows that packets are lost.
+func TestEarlyProbeUnderTraffic(t *testing.T) {
+	f, a, send := withRTT(t, false)
+	send(WRWrite, earlyHeard)
+	before, resumes, flood := *a.q.Stats(), f.now+3*earlyMin/2, 512
+	f.lag, f.rng = 10e3, rand.New(inOrder{})
+	f.nodes[1].runsAt = func(now int64) int64 { return max(now, resumes) } // a busy peer
+	send(WRWrite, flood)
+	s := a.q.Stats()
+	if s.Retransmits == before.Retransmits || s.Duplicates != before.Duplicates {
+		t.Fatalf("%d packets were sent again, %d duplicates came", s.Retransmits-before.Retransmits,
+			s.Duplicates-before.Duplicates)
+	}
+	if a.used != 0 {
+		t.Errorf("%d early timers were of use, although nothing was lost", a.used)
+	}
+	sent := 0
+	a.onTx = func(*wire.RoCE, []byte) bool { sent++; return false }
+	f.loss = func(*wire.RoCE) bool { return sent == 8 }
+	send(WRWrite, flood)
+	if a.used == 0 {
+		t.Error("no early timers although a packet was lost")
 	}
 }
 

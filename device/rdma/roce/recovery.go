@@ -14,7 +14,9 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // well: it is sent again as by a probe that comes late. Not so soon after a silence, though: where the path is full,
 // flows that return at once would leave nothing to those that have waited longer. Under traffic an early probe comes
 // only as often as the loop can afford a timer that near (Scheduler.Affordable), which is more often where packets
-// are lost.
+// are lost: where there are gaps, where the oldest of many is answered for itself alone, and where few packets that
+// were sent twice are answered once. Of the oldest of many the last shows nothing: under traffic one acknowledgement
+// answers the probe and what was sent before it.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -90,8 +92,9 @@ type earlyProbe struct {
 // delay returns after how many ns it is due.
 func (e *earlyProbe) delay(rtt int64) int64 { return max(earlyMin, 2*rtt) << e.doublings }
 
-// sends notes that packets from una on are sent again.
-func (e *earlyProbe) sends(una uint64) { e.sent, e.judged = una, earlyJudged }
+// sends notes that packets from una on are sent again, and after how many advances of una that was of use unless a
+// duplicate comes before; 0: that shows nothing.
+func (e *earlyProbe) sends(una uint64, judged uint8) { e.sent, e.judged = una, judged }
 
 // answered notes that una has advanced by n, and reports whether this shows that the last one was of use.
 func (e *earlyProbe) answered(n uint64) (used bool) {
@@ -273,14 +276,15 @@ func (q *QP) probeEarly() bool {
 	case q.req.nxt < q.req.sent:
 		l.rtxAt = l.early.otherwise
 	case !many:
-		l.early.sends(q.req.una)
+		l.early.sends(q.req.una, earlyJudged)
 		q.goBack()
 	case l.early.alone(q.req.una):
+		q.sched.Used()
 		return false
 	case l.early.heard < earlyHeard || !q.oldestAlone():
 		l.rtxAt = l.early.otherwise
 	default:
-		l.early.sends(q.req.una)
+		l.early.sends(q.req.una, 0)
 		l.early.oldest, l.rtxAt = true, l.early.otherwise
 		q.wake()
 	}

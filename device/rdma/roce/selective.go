@@ -97,6 +97,7 @@ func (q *QP) detectLosses() {
 	if lost == 0 {
 		return
 	}
+	q.sched.Used()
 	if b.CutWindow(oldest, r.sent) {
 		l.cwnd.OnSelectiveLoss(lost, b.QueueBuilt())
 	}

@@ -52,7 +52,8 @@ func (t *Timer) Stop() {
 // and is armed and stopped often, is best armed for that time. Loop thread only.
 func (l *Loop) Affordable(deadline int64) int64 { return l.alarm.affordable(deadline, l.now) }
 
-// Used says that a timer with a time from Affordable was of use: there was something to make faster. Loop thread only.
+// Used says that a timer with a time from Affordable was of use, or that the next one may be: there is something to
+// make faster. Loop thread only.
 func (l *Loop) Used() { l.alarm.usedAt = l.now }
 
 // Armed reports whether the timer is armed.

@@ -4,82 +4,93 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"path/filepath"
 	"time"
 )
 
 // `make bench-compare DAEMONS=1` compares two commits' daemons, both driven by this program, which has every row open
-// twice. A turn is one sample, so the turns of a pair are a fraction of a second apart, where processes of their own
-// are seconds apart: the machine changes less from one to the other. Meanwhile the other daemon sleeps. What VMs and
-// applications do is the same code on both sides, so a change of guestdrv does not show, and the base must be a daemon
-// that this program's guestdrv still drives.
+// twice. Their samples alternate, a fraction of a second apart, where processes of their own are seconds apart: the
+// machine changes less from one to the other. Meanwhile the other daemon sleeps. What VMs and applications do is the
+// same code on both sides, so a change of guestdrv does not show, and the base must be a daemon that this program's
+// guestdrv still drives.
 //
-// The daemon that is opened second may have an advantage, by the memory that is left (a tenth in local_write_1m). So
-// there are two sittings, with the daemons opened in either order, and a turn's figure is the geometric mean of its
-// samples in both.
+// A process keeps what chance gave it (addresses, hash seeds, cores), so two processes of one commit differ by more
+// than their samples do. Therefore each pair of figures comes from a sitting with processes of its own: more samples in
+// a sitting make a figure steadier, but only sittings are independent of each other. The daemon that is opened second
+// may have an advantage, by the memory that is left (a tenth in local_write_1m), so the order alternates.
 
-// takeSamples measures a row with each of two daemons, o.rounds times in each sitting.
+// sitting has the samples of the base's daemon and of the head's, from one start of both.
+type sitting [2][]Sample
+
+// sittingSamples is how many samples of each daemon a sitting has, besides one that warms up; each takes a part of
+// options.time and not less than shortestRound.
+const sittingSamples = 5
+
+// sittings is the number of sittings of a row, as many with either daemon opened first.
+func (o *options) sittings() int { return o.rounds + o.rounds%2 }
+
+// takeSamples measures a row in sittings with two daemons.
 func takeSamples(ctx context.Context, daemons [2]string, row Row, o options) (*turns, error) {
-	t, err := sitting(ctx, daemons, 0, row, o)
-	if err != nil {
-		return nil, err
-	}
-	second, err := sitting(ctx, daemons, 1, row, o)
-	if err != nil {
-		return nil, err
-	}
-	t.base.merge(&second.base)
-	t.head.merge(&second.head)
-	return t, nil
-}
-
-// sitting measures a row o.rounds times with each daemon, after a sample of each that warms up; first is opened first.
-func sitting(ctx context.Context, daemons [2]string, first int, row Row, o options) (_ *turns, err error) {
-	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute+time.Duration(4*o.rounds)*o.time)
-	defer cancel()
-	var meters [2]Meter
-	for _, i := range []int{first, 1 - first} {
-		o.vnicd = daemons[i]
-		b, err := newBench(o)
+	var all []sitting
+	for i := range o.sittings() {
+		s, err := sit(ctx, daemons, i%2, row, o)
 		if err != nil {
 			return nil, err
 		}
-		defer b.Run()
-		if meters[i], err = row.Open(ctx, b); err != nil {
-			return nil, fmt.Errorf("%s: %w", daemons[i], err)
-		}
-		meters[i].Anchor = nil
+		all = append(all, s)
 	}
 	t := &turns{row: row.Name, unit: row.Unit}
-	for i := range 2 * (o.rounds + 1) {
-		which := (i + 1) / 2 % 2 // 0 1 1 0 0 1 1 0
-		s, _, err := meters[which].round(ctx, o.time, true)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", daemons[which], err)
-		}
-		if i < 2 {
-			continue
-		}
-		to := [2]*figures{&t.base, &t.head}[which]
-		to.ours = append(to.ours, s.Value)
-		if _, tells := s.Extra[lineFigure]; tells {
-			to.addStates(s.Extra)
-		}
-	}
+	t.addSittings(all)
 	return t, nil
 }
 
-// merge replaces figures by their geometric means with those of another sitting; NaN if one has none.
-func (f *figures) merge(other *figures) {
-	mean := func(v, w []float64) {
-		for i := range min(len(v), len(w)) {
-			v[i] = math.Sqrt(v[i] * w[i])
+// sit starts both daemons, measures a row with them alternately and stops them; first is opened and measured first.
+func sit(ctx context.Context, daemons [2]string, first int, row Row, o options) (s sitting, err error) {
+	each := max(o.time/sittingSamples, shortestRound)
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute+4*sittingSamples*each)
+	defer cancel()
+	order := [2]int{first, 1 - first}
+	var meters [2]Meter
+	for _, which := range order {
+		o.vnicd = daemons[which]
+		b, err := newBench(o)
+		if err != nil {
+			return s, err
+		}
+		defer b.Run()
+		m, err := row.Open(ctx, b)
+		if err != nil {
+			return s, fmt.Errorf("%s: %w", daemons[which], err)
+		}
+		meters[which] = Meter{Ours: m.Ours} // there is no anchor to alternate with
+	}
+	for i := range 2 * (1 + sittingSamples) {
+		which := order[(i+1)/2%2] // 0 1 1 0 0 1 1 0 of order
+		sample, _, err := meters[which].round(ctx, each, true)
+		if err != nil {
+			return s, fmt.Errorf("%s: %w", daemons[which], err)
+		}
+		if i >= 2 {
+			s[which] = append(s[which], sample)
 		}
 	}
-	mean(f.ours, other.ours)
-	for state := range f.states {
-		mean(f.states[state], other.states[state])
+	return s, nil
+}
+
+// addSittings adds one pair of figures for each sitting: the medians of its samples, so that a disturbed sample counts
+// for little.
+func (t *turns) addSittings(all []sitting) {
+	for _, s := range all {
+		for which, to := range []*figures{&t.base, &t.head} {
+			var ours []float64
+			extra := map[string][]float64{}
+			for _, sample := range s[which] {
+				ours = append(ours, sample.Value)
+				gather(extra, sample.Extra)
+			}
+			to.ours = append(to.ours, median(ours))
+			to.addStates(medians(extra))
+		}
 	}
 }
 

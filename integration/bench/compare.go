@@ -12,9 +12,9 @@ import (
 	"strings"
 )
 
-// `make bench-compare` measures two commits with the programs of each (turns.go) and says for each row whether the
-// second one is faster. A pair of turns gives one ratio head/base; the median of the ratios has the confidence interval
-// of intervalOf.
+// `make bench-compare` measures two commits with the programs of each (turns.go), or their daemons (beside.go), and
+// says for each row whether the second one is faster. A pair of turns, or a sitting, gives one ratio head/base; the
+// median of the ratios has the confidence interval of intervalOf.
 
 type change string
 
@@ -205,12 +205,13 @@ func compare(ctx context.Context, o options, base, head string, out io.Writer) (
 	c.enc.SetEscapeHTML(false)
 	m := thisMachine()
 	c.json(compareHead{sides[0].commit, sides[1].commit, o.daemons, m})
-	c.printf("base %s, head %s; %d pairs of turns; %s, %d cores, load %s\n", sides[0].commit, sides[1].commit,
-		o.rounds, m.CPU, m.Cores, m.Load)
+	pairs, note := fmt.Sprintf("%d pairs of turns", o.rounds), ""
 	if o.daemons {
-		c.printf("Only the daemons are compared: this program drives both.\n")
+		pairs = fmt.Sprintf("%d sittings", o.sittings())
+		note = "Only the daemons are compared: this program drives both and starts them anew for each sitting.\n"
 	}
-	c.printf("\n")
+	c.printf("base %s, head %s; %s; %s, %d cores, load %s\n%s\n", sides[0].commit, sides[1].commit, pairs, m.CPU,
+		m.Cores, m.Load, note)
 	dirty, err := exec.CommandContext(ctx, "git", "status", "--porcelain", "--untracked-files=no").Output()
 	if err == nil && len(dirty) > 0 {
 		c.printf("The changes that are not committed are not measured.\n\n")

@@ -291,6 +291,15 @@ func TestCompare(t *testing.T) {
 		t.Errorf("work trees remain: %s, %v", trees, err)
 	}
 
+	// The commits have no daemons. As many sittings as begin with either of them are planned.
+	out.Reset()
+	d := o
+	d.daemons, d.only, d.rounds = true, "local_write_lat", 5
+	if err := compare(context.Background(), d, "HEAD^", "HEAD", &out); err == nil ||
+		!strings.Contains(out.String(), "; 6 sittings; ") || !strings.Contains(out.String(), "FAILED") {
+		t.Errorf("two daemons: %v\n%s", err, out.String())
+	}
+
 	for _, tc := range []struct{ base, only, want string }{
 		{"nonsense", "", "nonsense"}, {"HEAD^", "alpha,beta", `no row "beta"`},
 	} {

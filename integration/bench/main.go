@@ -37,9 +37,9 @@ func main() {
 	anchors := flag.Bool("anchors", true, "measure the anchors, too")
 	list := flag.Bool("list", false, "list the rows")
 	base := flag.String("compare", "",
-		"commit to compare with, in turns; -rounds is the number of turns of each commit [no comparison]")
+		"commit to compare with, in turns; -rounds is the number of pairs of turns [no comparison]")
 	flag.BoolVar(&o.daemons, "daemons", false,
-		"compare the commits' daemons, driven by this program, which takes turns between single samples")
+		"compare only the commits' daemons, driven by this program and started anew for each pair of figures")
 	head := flag.String("head", "HEAD", "commit that is compared")
 	flag.Parse()
 	o.alone = !*anchors

@@ -170,24 +170,32 @@ func measure(ctx context.Context, o options, row Row) (_ *Result, err error) {
 			res.Anchor = append(res.Anchor, anchor.Value)
 			res.AnchorWork = append(res.AnchorWork, anchor.Work)
 		}
-		for _, x := range []map[string]float64{ours.Extra, anchor.Extra} {
-			for k, v := range x {
-				extra[k] = append(extra[k], v)
-			}
-		}
+		gather(extra, ours.Extra)
+		gather(extra, anchor.Extra)
 	}
 	if b.profiles != "" {
 		if err := b.profile(ctx, row.Name, m.Ours); err != nil {
 			return nil, err
 		}
 	}
-	if len(extra) > 0 {
-		res.Extra = map[string]float64{}
-		for k, v := range extra {
-			res.Extra[k] = median(v)
-		}
-	}
+	res.Extra = medians(extra)
 	return res, nil
+}
+
+// gather adds a sample's related figures to those of other samples.
+func gather(all map[string][]float64, extra map[string]float64) {
+	for k, v := range extra {
+		all[k] = append(all[k], v)
+	}
+}
+
+// medians returns the median of each related figure.
+func medians(all map[string][]float64) map[string]float64 {
+	m := make(map[string]float64, len(all))
+	for k, v := range all {
+		m[k] = median(v)
+	}
+	return m
 }
 
 // median returns the median of v, which must not be empty and is not modified.

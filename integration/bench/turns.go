@@ -138,7 +138,7 @@ func commonRows(ctx context.Context, sides [2]*side, selected string) (both []st
 // figures are those of one side's turns.
 type figures struct {
 	ours, anchor []float64
-	// By coresNear and coresFar: the turns' figures in that state, NaN for a turn without; only of rows that tell.
+	// By coresNear and coresFar: the turns' figures in that state, NaN for a turn without.
 	states map[string][]float64
 }
 

@@ -159,14 +159,19 @@ type inOrder struct{}
 func (inOrder) Int63() int64 { return 0 }
 func (inOrder) Seed(int64)   {}
 
+// busyPeer lets the responder's loop run when runsAt says. It then receives all there is before its QP runs.
+func (f *fabric) busyPeer(runsAt func(now int64) int64) {
+	f.lag, f.rng = 5e3, rand.New(inOrder{})
+	f.nodes[1].runsAt = runsAt
+}
+
 // Under traffic the answer to a packet that was sent twice is one to others, too: that no duplicate comes does not show
 // that the oldest of many was lost, and timers that near go on being armed rarely. A gap shows that packets are lost.
 func TestEarlyProbeUnderTraffic(t *testing.T) {
 	f, a, send := withRTT(t, false)
 	send(WRWrite, earlyHeard)
 	before, resumes, flood := *a.q.Stats(), f.now+3*earlyMin/2, 512
-	f.lag, f.rng = 10e3, rand.New(inOrder{})
-	f.nodes[1].runsAt = func(now int64) int64 { return max(now, resumes) } // a busy peer
+	f.busyPeer(func(now int64) int64 { return max(now, resumes) })
 	send(WRWrite, flood)
 	s := a.q.Stats()
 	if s.Retransmits == before.Retransmits || s.Duplicates != before.Duplicates {
@@ -182,6 +187,41 @@ func TestEarlyProbeUnderTraffic(t *testing.T) {
 	send(WRWrite, flood)
 	if a.used == 0 {
 		t.Error("no early timers although a packet was lost")
+	}
+}
+
+// A probe whose answer is one to other packets, too, which were only late, cuts no window.
+func TestEarlyProbeOfLateFlight(t *testing.T) {
+	f, a, send := withRTT(t, false)
+	send(WRWrite, earlyHeard)
+	before, window, done, began := *a.q.Stats(), a.q.recovery.cwnd.Size, len(a.sends), f.now
+	first, closed, second := began+earlyMin+12e3, began+earlyMin+16e3, began+earlyMin+60e3
+	f.busyPeer(func(now int64) int64 {
+		if now < closed {
+			return max(now, first)
+		}
+		return max(now, second)
+	})
+	flight := earlyPackets + 2
+	write := func() {
+		for range flight {
+			a.post(WQE{Opcode: WRWrite, RKey: 2, SGEs: []SGE{sge(1, 0, 8)}})
+		}
+	}
+	write()
+	f.after(earlyMin-1e3, write) // received with the probe
+	f.until("the first answer", earlyMin+100e3, func() bool { return len(a.sends) == done+flight })
+	if s := a.q.Stats(); s.Retransmits != before.Retransmits+1 || a.q.req.sent != a.q.req.una+uint64(flight) {
+		t.Fatalf("%d packets were sent again, %d are in flight", s.Retransmits-before.Retransmits,
+			a.q.req.sent-a.q.req.una)
+	}
+	f.until("the rest", earlyMin, func() bool { return len(a.sends) == len(a.sq) })
+	send(WRWrite, 1)
+	if n := a.q.Stats().Duplicates - before.Duplicates; n != 0 {
+		t.Fatalf("%d duplicates came", n)
+	}
+	if now := a.q.recovery.cwnd.Size; now < window {
+		t.Errorf("the congestion window was %d and is %d, although nothing was lost", window, now)
 	}
 }
 

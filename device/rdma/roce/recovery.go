@@ -82,7 +82,7 @@ type earlyProbe struct {
 	oldest      bool   // of many, the oldest is to be sent again
 	first       uint64 // ... its PSN
 	whole       uint64 // ... it was: end of all in flight then; 0: it was not, or whether it was lost is known
-	part        bool   // ... una has advanced since then, but not to there at once
+	part        bool   // ... una has advanced since then, at first by its PSN only
 	heard       uint8  // packets acknowledged since the peer was last silent, at most earlyHeard
 	doublings   uint8  // of the time until it is sent
 	calm        uint8  // advances of una since it was in vain
@@ -112,16 +112,17 @@ func (e *earlyProbe) answered(n uint64) (used bool) {
 	return e.judged == 0
 }
 
-// lost notes una, which has advanced, and reports whether the oldest of many packets is known to have been lost: what
-// was sent after the probe is answered, and no duplicate has come before.
+// lost notes una, which has advanced, and reports whether the oldest of many packets is known to have been lost: it was
+// answered alone, then what was sent after the probe, and no duplicate has come before. If others were answered with
+// it, all may have been late.
 func (e *earlyProbe) lost(una uint64) bool {
-	switch {
-	case e.whole == 0:
+	if e.whole == 0 {
 		return false
-	case una < e.whole:
+	}
+	if una == e.first+1 {
 		e.part = true
-		return false
-	case una == e.whole && e.part:
+	}
+	if e.part && una <= e.whole {
 		return false
 	}
 	lost := e.part

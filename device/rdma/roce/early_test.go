@@ -1,6 +1,8 @@
 package roce
 
 import (
+	"bytes"
+	"encoding/binary"
 	"math/rand"
 	"testing"
 
@@ -15,6 +17,7 @@ func withRTT(t *testing.T, back bool) (f *fabric, a *node, send func(op WROpcode
 	f.delay = 20e3
 	o := opts()
 	o.backB = back
+	o.rd, o.destRd = 16, 16
 	a, b := f.pair(o)
 	a.reg(1, 0, 4096, allAccess)
 	b.reg(2, 0, 4096, allAccess)
@@ -144,6 +147,98 @@ func TestEarlyProbeOfOldest(t *testing.T) {
 				t.Errorf("the congestion window was %d and is %d", window, now)
 			}
 			if (a.used == 0) != tc.kept {
+				t.Errorf("%d early timers were of use", a.used)
+			}
+			if s.Timeouts != 0 {
+				t.Errorf("%d timeouts", s.Timeouts)
+			}
+		})
+	}
+}
+
+// The oldest of many READs or atomics is sent again early like any other request, a long READ from the first response
+// on that is missing. Its responses show by themselves whether it was needed: none is an answer to others, too.
+func TestEarlyProbeOfREAD(t *testing.T) {
+	const many, mtu = 3 * earlyPackets, 1024
+	one := func(answer bool, n int) bool { return !answer && n <= 1 }
+	two := func(answer bool, n int) bool { return !answer && n <= 2 }
+	all := func(answer bool, n int) bool { return !answer && n <= many }
+	responses := func(answer bool, n int) bool { return answer && n <= many }
+	half := func(answer bool, n int) bool { return answer && n > many/2 && n <= many }
+	late := func(bool, int) bool { return false }
+	for _, tc := range []struct {
+		name  string
+		op    WROpcode
+		n     int                           // requests
+		size  int                           // bytes of each
+		lost  func(answer bool, n int) bool // the nth answer, or else request
+		again uint64                        // PSNs sent again
+		kept  bool                          // the congestion window
+		shown bool                          // that packets were lost
+	}{
+		{"one READ", WRRead, 1, many * mtu, one, many, false, false},
+		{"two READs", WRRead, 2, many / 2 * mtu, two, many, false, true},
+		{"READs", WRRead, many, mtu, all, many, false, true},
+		{"atomics", WRFetchAdd, many, 8, all, many, false, true},
+		{"responses of one READ", WRRead, 1, many * mtu, responses, many, false, false},
+		{"responses of READs", WRRead, many, mtu, responses, many, false, true},
+		{"results of atomics", WRFetchAdd, many, 8, responses, many, false, true},
+		{"last responses of one READ", WRRead, 1, many * mtu, half, many / 2, false, false},
+		{"last responses of READs", WRRead, many, mtu, half, many / 2, false, true},
+		{"nothing of one READ", WRRead, 1, many * mtu, late, many, true, false},
+		{"nothing of READs", WRRead, many, mtu, late, 1, true, false},
+		{"nothing of atomics", WRFetchAdd, many, 8, late, 1, true, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f, a, send := withRTT(t, false)
+			a.reg(3, 0, many*mtu, allAccess)
+			from := f.nodes[1].reg(4, 0, many*mtu, allAccess)
+			sum := binary.LittleEndian.Uint64(from.buf)
+			send(WRWrite, earlyHeard)
+			window, before, requests, answers := a.q.recovery.cwnd.Size, *a.q.Stats(), 0, 0
+			f.loss = func(p *wire.RoCE) bool {
+				if p.BTH.DestQP == a.q.QPN() {
+					answers++
+					return tc.lost(true, answers)
+				}
+				requests++
+				return tc.lost(false, requests)
+			}
+			if tc.kept {
+				f.delay = 250e3 // they are late
+			}
+			began, want := f.now, len(a.sends)+tc.n
+			for i := range tc.n {
+				at := uint64(i * tc.size % (many * mtu))
+				w := WQE{Opcode: tc.op, RKey: 4, RemoteVA: translate.VA(at), SGEs: []SGE{sge(3, at, tc.size)}}
+				if tc.op == WRFetchAdd {
+					w.RemoteVA, w.SwapAdd = 0, 1
+				}
+				a.post(w)
+			}
+			f.until("the requests", 60e9, func() bool { return len(a.sends) == want })
+			if took := f.now - began; took > probeMin {
+				t.Errorf("it took %d us, want less than an ordinary probe takes, %d", took/1e3, int64(probeMin/1e3))
+			}
+			if tc.op == WRRead && !bytes.Equal(a.regions[3].buf, from.buf) {
+				t.Error("the data differ")
+			}
+			if now := binary.LittleEndian.Uint64(from.buf); tc.op == WRFetchAdd && now != sum+uint64(tc.n) {
+				t.Errorf("%d were added, want %d", now-sum, tc.n)
+			}
+			f.settle(1e6) // answers to what was sent twice
+			f.loss, f.delay = nil, 20e3
+			for range earlyJudged {
+				send(WRWrite, 1)
+			}
+			s := a.q.Stats()
+			if n := s.Retransmits - before.Retransmits; n < tc.again || n > tc.again+earlyPackets {
+				t.Errorf("%d PSNs were sent again, want %d", n, tc.again)
+			}
+			if now := a.q.recovery.cwnd.Size; (now >= window) != tc.kept {
+				t.Errorf("the congestion window was %d and is %d", window, now)
+			}
+			if (a.used != 0) != tc.shown {
 				t.Errorf("%d early timers were of use", a.used)
 			}
 			if s.Timeouts != 0 {

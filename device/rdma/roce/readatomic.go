@@ -1,6 +1,7 @@
 package roce
 
 import (
+	"github.com/vnicd/vnicd/device/frame"
 	"github.com/vnicd/vnicd/device/rdma/wire"
 )
 
@@ -18,6 +19,23 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		q.req.blocked = true
 		return false
 	}
+	buf := q.readAtomicFrame(s, end)
+	if buf == nil {
+		return false
+	}
+	if !repeated {
+		q.req.readEnds[q.req.readTail&uint32(len(q.req.readEnds)-1)] = end
+		q.req.readTail++
+	}
+	q.req.sinceAckReq = 0
+	q.advanceNxt(s, end)
+	q.transmit(&q.tx, buf)
+	return true
+}
+
+// readAtomicFrame makes the request of slot s for the responses [nxt, end); nil: there is no buffer, or an operand
+// cannot be read, and the requester must stop.
+func (q *QP) readAtomicFrame(s *sendSlot, end uint64) *frame.Buf {
 	w := &s.w
 	t := bth{
 		opcode: s.info.ops.only, destQP: q.attr.DestQPN, psn: q.req.nxt,
@@ -35,7 +53,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 	buf, hdr, data := q.newFrame(&q.tx, &t, ext, n)
 	if buf == nil {
 		q.req.stallUntil = q.now + bufferDelay
-		return false
+		return nil
 	}
 	switch s.info.kind {
 	case kindRead:
@@ -51,7 +69,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		r.Encode(hdr)
 		if !q.gather(s, data, 0) {
 			buf.Free()
-			return false
+			return nil
 		}
 	default:
 		r := wire.AtomicETH{VA: uint64(w.RemoteVA), RKey: uint32(w.RKey), SwapAdd: w.SwapAdd}
@@ -60,14 +78,7 @@ func (q *QP) sendReadAtomic(s *sendSlot) bool {
 		}
 		r.Encode(hdr)
 	}
-	if !repeated {
-		q.req.readEnds[q.req.readTail&uint32(len(q.req.readEnds)-1)] = end
-		q.req.readTail++
-	}
-	q.req.sinceAckReq = 0
-	q.advanceNxt(s, end)
-	q.transmit(&q.tx, buf)
-	return true
+	return buf
 }
 
 // requestEnd returns the end of the request that starts at nxt: the same as before if it is repeated, else the end of a

@@ -1,6 +1,9 @@
 package roce
 
-import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
+import (
+	"github.com/vnicd/vnicd/device/frame"
+	"github.com/vnicd/vnicd/device/rdma/roce/recovery"
+)
 
 // Loss recovery (IBTA 9.7.6.1.3, 9.7.5.2.4). With any peer: go-back-N after a NAK, an implied NAK or a timeout, each
 // counted against retry_cnt until something is acknowledged. Between two vnicds: selective repeat (selective.go).
@@ -10,13 +13,13 @@ import "github.com/vnicd/vnicd/device/rdma/roce/recovery"
 // as tail-loss probes: a few of them, backing off, not charged to retry_cnt. Between two vnicds a first probe comes
 // much earlier, once for each una: what is lost most often, and waited for, is a message alone. Few packets are then
 // sent again as a whole. Of many only the oldest is, by itself: if it was their acknowledgement that was lost it
-// brings another one. If it brings one for itself alone, and then nothing comes for as long, the rest was lost as
-// well: it is sent again as by a probe that comes late. Not so soon after a silence, though: where the path is full,
-// flows that return at once would leave nothing to those that have waited longer. Under traffic an early probe comes
-// only as often as the loop can afford a timer that near (Scheduler.Affordable), which is more often where packets
-// are lost: where there are gaps, where the oldest of many is answered for itself alone, and where few packets that
-// were sent twice are answered once. Of the oldest of many the last shows nothing: under traffic one acknowledgement
-// answers the probe and what was sent before it.
+// brings another one. Of a READ all responses of the request are asked for that are missing. If it brings only what it
+// asked for, and then nothing comes for as long, the rest was lost as well: it is sent again as by a probe that comes
+// late. Not so soon after a silence, though: where the path is full, flows that return at once would leave nothing to
+// those that have waited longer. Under traffic an early probe comes only as often as the loop can afford a timer that
+// near (Scheduler.Affordable), which is more often where packets are lost: where there are gaps, where the oldest of
+// many is answered for itself alone, and where few packets that were sent twice are answered once. Of the oldest of
+// many the last shows nothing: under traffic one acknowledgement answers the probe and what was sent before it.
 //
 // The timeout is the value that the user set, then twice and four times that value, which is as long as such a timer
 // may take (9.7.6.1.3). Each of these times has at least one probe. A peer that gets no processor for half a second, or
@@ -81,6 +84,7 @@ type earlyProbe struct {
 	sent        uint64 // first PSN that the last one has sent again; 0: it was in vain, or there was none
 	oldest      bool   // of many, the oldest is to be sent again
 	first       uint64 // ... its PSN
+	end         uint64 // ... end of what it asks for: of a READ all responses of the request
 	whole       uint64 // ... it was: end of all in flight then; 0: it was not, or whether it was lost is known
 	part        bool   // ... una has advanced since then, at first by its PSN only
 	heard       uint8  // packets acknowledged since the peer was last silent, at most earlyHeard
@@ -131,7 +135,7 @@ func (e *earlyProbe) lost(una uint64) bool {
 }
 
 // alone reports whether only the oldest of many packets has been answered, as una says: those behind it were lost, too.
-func (e *earlyProbe) alone(una uint64) bool { return e.part && una == e.first+1 }
+func (e *earlyProbe) alone(una uint64) bool { return e.part && una == e.end }
 
 // forget ends the observation of the oldest one of many packets: it was answered, or a silence or a gap has the rest
 // sent again and the window cut, which it would do a second time.
@@ -299,11 +303,11 @@ func (q *QP) oldestAlone() bool {
 		return false
 	}
 	s := r.slot(r.head)
-	return !s.failed && s.info.kind != kindManage && !s.info.kind.needsResponse()
+	return !s.failed && s.info.kind != kindManage
 }
 
-// sendOldest sends the oldest of many packets again. What is known of the others does not change: they may only be
-// late. It returns false if the requester must stop.
+// sendOldest sends the oldest of many packets again; of a READ the request for all responses that it still lacks. What
+// is known of the others does not change: they may only be late. It returns false if the requester must stop.
 func (q *QP) sendOldest() bool {
 	e, r := &q.recovery.early, &q.req
 	e.oldest = false
@@ -312,8 +316,7 @@ func (q *QP) sendOldest() bool {
 	}
 	s, nxt, cur := r.slot(r.head), r.nxt, r.cur
 	r.nxt, r.cur = r.una, r.head // of which a fault or an error would be
-	r.sinceAckReq = ackEvery     // it asks for an acknowledgement
-	buf := q.sendPacket(s, r.una-s.first)
+	buf, end := q.oldestFrame(s)
 	if !q.requesterActive() {
 		return false
 	}
@@ -321,11 +324,25 @@ func (q *QP) sendOldest() bool {
 	if buf == nil {
 		return true
 	}
-	e.first, e.whole, e.part = r.una, r.sent, false
+	e.first, e.end, e.whole, e.part = r.una, end, r.sent, false
 	q.recovery.timedPSN = 0 // as in goBack
-	q.stats.Retransmits++
+	q.stats.Retransmits += end - r.una
 	q.transmit(&q.tx, buf)
 	return true
+}
+
+// oldestFrame makes the frame that asks for an answer to PSN nxt, of slot s, which was sent before, and returns the end
+// of what it asks for; nil: there is none.
+func (q *QP) oldestFrame(s *sendSlot) (buf *frame.Buf, end uint64) {
+	if !s.info.kind.needsResponse() {
+		q.req.sinceAckReq = ackEvery // it asks for an acknowledgement
+		return q.sendPacket(s, q.req.nxt-s.first), q.req.nxt + 1
+	}
+	end, repeated := q.requestEnd(s)
+	if !repeated {
+		return nil, end
+	}
+	return q.readAtomicFrame(s, end), end
 }
 
 // noteSilence records that una is sent again because the peer is silent.

@@ -22,8 +22,8 @@ var ErrBudget = errors.New("memory budget exceeded")
 // VM's sockets share it, and with it the mappings of the memory that they have in common: a granule is resident, and
 // counted, once, however many of them have published it.
 //
-// Two bounds apply: the limit, which is configured, is never exceeded. The target, which a Host sets while memory is
-// short, is approached by evicting more than is brought in.
+// Two bounds apply. The limit, which is configured, is never exceeded; a lower one (SetLimit) is approached as a target
+// is. The target, which a Host sets while memory is short, is approached by evicting more than is brought in.
 //
 // It is a segmented FIFO. The device sets no access bits, so the oldest granules are put on probation: removed from the
 // tables, but kept resident for a while.
@@ -36,7 +36,6 @@ var ErrBudget = errors.New("memory budget exceeded")
 //
 // Lock order: Driver.mu, Budget.making, Host.mu, Budget.mu, then mappedTotal.mu and translate's.
 type Budget struct {
-	limit  uint64            // 0: none
 	shared uint64            // bound of mapped, 0: none; set before the first Driver
 	host   *Host             // nil: none; likewise
 	work   *worktime.Account // of the VM; nil: none; likewise
@@ -48,6 +47,7 @@ type Budget struct {
 	making sync.Mutex
 
 	mu       sync.Mutex    // never held while waiting; guards the fields below, mappings and granules
+	limit    uint64        // 0: none
 	target   uint64        // 0: none
 	mapped   uint64        // bytes of all mappings
 	used     uint64        // resident, or about to be

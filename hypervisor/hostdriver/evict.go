@@ -22,11 +22,11 @@ func (b *Budget) bound() uint64 {
 }
 
 // takeLocked reserves n bytes, evicting as needed. It may drop the mutex and wait: for an epoch, or for granules that
-// others fill or hold at the moment. Above the target it evicts about twice what it reserves, so that no fault waits
-// for all of the memory that the VM has to return.
+// others fill or hold at the moment. Above the target, or a limit that was lowered, it evicts about twice what it
+// reserves, so that no fault waits for all of the memory that the VM has to return.
 func (b *Budget) takeLocked(ctx context.Context, n uint64) error {
 	for freed := uint64(0); ; {
-		limit := b.limit != 0 && b.used+n > b.limit
+		limit := b.limit != 0 && b.used+n > b.limit && (b.used <= b.limit || freed < 2*n)
 		target := b.target != 0 && b.used+n > b.target && freed < 2*n
 		if !limit && !target {
 			break
@@ -125,17 +125,18 @@ func (b *Budget) withdrawLocked() int {
 // maxShrink bounds the granules that one call of shrink evicts.
 const maxShrink = 1024
 
-// shrink evicts down to the target, as far as epochs have drained; it waits for nothing. It reports whether there is
+// shrink evicts down to the bound, as far as epochs have drained; it waits for nothing. It reports whether there is
 // more to evict soon.
 func (b *Budget) shrink() (more bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for range maxShrink {
-		if b.target == 0 || b.used <= b.target {
+		bound := b.boundLocked()
+		if bound == 0 || b.used <= bound {
 			return false
 		}
 		// What goes next is withdrawn well before, so that memory in use gets its second chance.
-		if b.inactive.bytes < b.used-b.target+b.target/8 && b.withdrawLocked() > 0 {
+		if b.inactive.bytes < b.used-bound+bound/8 && b.withdrawLocked() > 0 {
 			continue
 		}
 		g := b.inactive.head

@@ -151,14 +151,14 @@ func (b *Budget) newMapping(key mappingKey, fd int, f file) (*mapping, error) {
 		b.releaseMapping(length)
 		return nil, err
 	}
-	size := f.block
+	size, limit := f.block, b.limitNow()
 	if !m.huge {
-		if size = minGranule; f.huge > size && (b.limit == 0 || f.huge <= b.limit/maxBatch) {
+		if size = minGranule; f.huge > size && (limit == 0 || f.huge <= limit/maxBatch) {
 			size = f.huge
 		}
 		most := length
-		if b.limit != 0 {
-			most = min(most, b.limit)
+		if limit != 0 {
+			most = min(most, limit)
 		}
 		for most/size > maxGranules {
 			size *= 2

@@ -138,7 +138,9 @@ func (b *Budget) leave(d *Driver) {
 	if _, ok := b.drivers[d]; !ok {
 		return
 	}
-	delete(b.drivers, d)
+	if delete(b.drivers, d); len(b.drivers) == 0 {
+		b.unit = 0
+	}
 	b.counters.faults += f.Served + f.Failed
 	b.counters.failed += f.Failed
 	b.counters.delayed += d.late.status().total

@@ -204,7 +204,7 @@ applications:
 	reload("VM b removed to be changed", "VM b added as changed")
 	is("b", translate.UplinkBlocked)
 	load("warn", ", rate: 1G", ", rate: 1G")
-	if _, err := d.Reload(); err == nil || !strings.Contains(err.Error(), "only its network and dma can change now") {
+	if _, err := d.Reload(); err == nil || !strings.Contains(err.Error(), "only its network, dma, memory-budget and memory-weight can") {
 		t.Errorf("an attached VM's rate: %v", err)
 	}
 }

@@ -2,11 +2,15 @@ package daemon
 
 import (
 	"context"
+	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
 	"golang.org/x/sys/unix"
 
+	"github.com/vnicd/vnicd/cmd/vnicd/internal/config"
 	"github.com/vnicd/vnicd/hypervisor/hostdriver"
 	"github.com/vnicd/vnicd/hypervisor/pressure"
 	"github.com/vnicd/vnicd/hypervisor/qmp"
@@ -92,6 +96,83 @@ func (v *vm) share(h *hostdriver.Host) (end func()) {
 	}
 	h.Add(v.budget, v.cfg.MemoryWeight)
 	return func() { h.Remove(v.budget) }
+}
+
+// checkMemory returns why the VM cannot have that memory-budget now; "": it can. mu is held for reading.
+func (v *vm) checkMemory(c *config.VM) string {
+	least := v.budget.Least()
+	if c.MemoryBudget == 0 || c.MemoryBudget == v.cfg.MemoryBudget || c.MemoryBudget >= least {
+		return ""
+	}
+	return fmt.Sprintf("%v: %s %q: memory-budget %s: want at least %s while it is attached", c.At, c.What(),
+		c.Name, sizeText(c.MemoryBudget), sizeText(least))
+}
+
+// memoryText describes the change of a VM's memory.
+func memoryText(old, c *config.VM) string {
+	var what []string
+	if c.MemoryBudget != old.MemoryBudget {
+		what = append(what, "memory-budget "+sizeText(c.MemoryBudget))
+	}
+	if c.MemoryWeight != old.MemoryWeight {
+		what = append(what, fmt.Sprintf("memory-weight %d", c.MemoryWeight))
+	}
+	return fmt.Sprintf("VM %s %s", c.Name, strings.Join(what, ", "))
+}
+
+// sizeText returns a number of bytes as the configuration has it, rounded up to KiB.
+func sizeText(n uint64) string {
+	if n == 0 {
+		return "none"
+	}
+	units := []string{"KiB", "MiB", "GiB", "TiB"}
+	n = (n + 1<<10 - 1) >> 10
+	for len(units) > 1 && n&(1<<10-1) == 0 {
+		n, units = n>>10, units[1:]
+	}
+	return fmt.Sprint(n, units[0])
+}
+
+// setMemory changes the memory-budget and memory-weight of a VM, for both of its sockets. It returns when no more is
+// resident than the budget permits, except if memory stays in use: that is released later.
+func (d *Daemon) setMemory(name string, budget uint64, weight int) error {
+	v, err := d.adoptMemory(name, budget, weight)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), drainLimit)
+	defer cancel()
+	if v.budget.Settle(ctx) != nil {
+		d.log.Warn("more memory is resident than the new memory-budget permits, and in use: faults release it", "vm", name,
+			"budget", budget, "resident", v.budget.Status().Resident)
+	}
+	d.log.Info("VM's memory set", "vm", name, "budget", budget, "weight", weight)
+	return nil
+}
+
+// adoptMemory changes the configuration, and the account of the VM.
+func (d *Daemon) adoptMemory(name string, budget uint64, weight int) (*vm, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	v, err := d.vm(name)
+	if err != nil {
+		return nil, err
+	}
+	changed := *v.cfg
+	changed.MemoryBudget, changed.MemoryWeight = budget, weight
+	err = d.changeLocked(func(next *config.Config) {
+		next.VMs[slices.Index(next.VMs, v.cfg)] = &changed
+	}, func() error {
+		if err := v.budget.SetLimit(budget); err != nil {
+			return err
+		}
+		if d.memory != nil {
+			d.memory.SetWeight(v.budget, weight)
+		}
+		v.cfg = &changed
+		return nil
+	})
+	return v, err
 }
 
 // raiseLockLimit raises the soft limit of locked memory to the hard limit, because guest memory in use by the device is

@@ -113,7 +113,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 	if !ok {
 		wrong = append(wrong, "`underlay` can change its keys and peers only while vnicd runs")
 	}
-	var levels, dmas, delVMs, addNets, moves, delNets, nets, addVMs []step
+	var levels, dmas, memories, delVMs, addNets, moves, delNets, nets, addVMs []step
 	if next.LogLevel != d.cfg.LogLevel {
 		levels = append(levels, step{"log level " + next.LogLevel, func() error { return d.setLogLevel(next.LogLevel) }})
 	}
@@ -154,6 +154,7 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		a, b := *old, *v
 		a.At, a.Network, b.At, b.Network = config.Place{}, "", config.Place{}, ""
 		a.DMA, a.FileDMA = b.DMA, b.FileDMA
+		a.MemoryBudget, a.MemoryWeight = b.MemoryBudget, b.MemoryWeight
 		switch {
 		case reflect.DeepEqual(a, b):
 			if old.Network != v.Network {
@@ -166,9 +167,17 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 					return err
 				}})
 			}
+			if old.MemoryBudget != v.MemoryBudget || old.MemoryWeight != v.MemoryWeight {
+				if why := d.vms[v.Name].checkMemory(v); why != "" {
+					wrong = append(wrong, why)
+				}
+				memories = append(memories, step{memoryText(old, v), func() error {
+					return d.setMemory(v.Name, v.MemoryBudget, v.MemoryWeight)
+				}})
+			}
 		case d.vms[v.Name].attached():
-			wrong = append(wrong, fmt.Sprintf("%v: %s %q is attached; only its network and dma can change now", v.At,
-				v.What(), v.Name))
+			wrong = append(wrong, fmt.Sprintf("%v: %s %q is attached; only its network, dma, memory-budget and "+
+				"memory-weight can change now", v.At, v.What(), v.Name))
 		default:
 			delVMs = append(delVMs, step{"VM " + v.Name + " removed to be changed", func() error { return d.RemoveVM(v.Name) }})
 			addVMs = append(addVMs, step{"VM " + v.Name + " added as changed", func() error { return d.addVM(v, v.At) }})
@@ -183,7 +192,8 @@ func (d *Daemon) plan(next *config.Config) ([]step, error) {
 		slices.Sort(wrong)
 		return nil, fmt.Errorf("%w: nothing was changed: %s", errConflict, strings.Join(wrong, "; "))
 	}
-	return slices.Concat(levels, protectFirst, dmas, delVMs, addNets, moves, delNets, nets, addVMs, protectLast), nil
+	return slices.Concat(levels, protectFirst, dmas, memories, delVMs, addNets, moves, delNets, nets, addVMs,
+		protectLast), nil
 }
 
 func (d *Daemon) planNetwork(old, n *config.Network) (steps []step) {

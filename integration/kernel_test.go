@@ -62,19 +62,26 @@ rpc.nfsd -N 3 -H 0.0.0.0 --rdma=20049 4
 echo Y > /proc/fs/nfsd/v4_end_grace || true
 grep -q rdma /proc/fs/nfsd/portlist`
 
-const nfsUse = `set -e
+// nfsBegin mounts what nfsServer exports, whose address is its argument, and copies a file to it.
+const nfsBegin = `set -e
 modprobe rpcrdma
 mkdir -p /mnt/nfs
 mount -t nfs4 -o proto=rdma,port=20049,vers=4.2,rsize=262144,wsize=262144 %s:/ /mnt/nfs
 dd if=/dev/urandom of=/tmp/random bs=1M count=4 status=none
 cp /tmp/random /mnt/nfs/random
-fio --name=verify --directory=/mnt/nfs --size=3M --rw=randwrite --bsrange=4k-256k --direct=1 --ioengine=libaio --iodepth=8 \
-	--verify=crc32c --verify_fatal=1 --minimal >/tmp/fio.out
+`
+
+// nfsCompare mounts it again, so that the client reads the file from the server, and ends.
+const nfsCompare = `set -e
 umount /mnt/nfs
 mount -t nfs4 -o proto=rdma,port=20049,vers=4.2 %s:/ /mnt/nfs
 cmp /tmp/random /mnt/nfs/random
 grep -q 'proto=rdma' /proc/mounts
 umount /mnt/nfs`
+
+const nfsUse = nfsBegin + `fio --name=verify --directory=/mnt/nfs --size=3M --rw=randwrite --bsrange=4k-256k --direct=1 --ioengine=libaio --iodepth=8 \
+	--verify=crc32c --verify_fatal=1 --minimal >/tmp/fio.out
+` + nfsCompare
 
 const nfsServerEnd = `set -e
 rpc.nfsd 0

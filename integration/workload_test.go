@@ -235,18 +235,24 @@ func nvmeLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 	return start(ctx, t, &guestProgram{name: "fio", vm: s.client.VM, ends: true,
 		progress: "awk '{print $1+$5}' /sys/block/nvme0n1/stat",
 		faults:   "dmesg | grep -cE 'nvme.*(error|timeout|timed out|onnect)' || true",
-		line: `trap 'stop=1' INT
+		line:     fioRuns("--filename=/dev/nvme0n1 --size=4M --bsrange=512-64k")})
+}
+
+// fioRuns returns a script that runs fio with these options again and again until SIGINT: it writes at random, and
+// verifies what it wrote, each time with other data.
+func fioRuns(opts string) string {
+	return `trap 'stop=1' INT
 until [ "$stop" ]; do
 	n=$((n + 1))
-	setsid fio --name=verify --filename=/dev/nvme0n1 --size=4M --rw=randwrite --bsrange=512-64k --direct=1 --ioengine=libaio \
-		--iodepth=8 --verify=crc32c --verify_fatal=1 --randseed=$n --minimal >/tmp/fio.last 2>&1 || {
+	setsid fio --name=verify ` + opts + ` --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 --verify=crc32c \
+		--verify_fatal=1 --randseed=$n --minimal >/tmp/fio.last 2>&1 || {
 		status=$?
 		[ "$stop" ] && [ $status = 130 ] && break # the signal that ends this came before setsid
 		cat /tmp/fio.last
 		exit 1
 	}
 done
-echo $n runs`})
+echo $n runs`
 }
 
 func nvmeDone(ctx context.Context, t *testing.T, s *stand) {

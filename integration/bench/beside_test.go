@@ -109,7 +109,7 @@ func TestTakeSamples(t *testing.T) {
 func TestShortSamples(t *testing.T) {
 	row := Row{Name: "x", Open: func(context.Context, *Bench) (Meter, error) {
 		return Meter{Ours: func(_ context.Context, d time.Duration) (Sample, error) {
-			if d != shortestRound {
+			if d != shortestSample {
 				t.Errorf("a sample of %v", d)
 			}
 			return message(1), nil

@@ -5,11 +5,12 @@ import (
 	"time"
 )
 
-// SetTrial changes how long a resumed connection is under suspicion, and returns the inverse.
+// SetTrial changes how long a resumed connection is under suspicion, and returns the inverse. The first suspect waits
+// for a millisecond.
 func SetTrial(settle, alone time.Duration) (restore func()) {
-	s, a := settleTime, aloneTime
-	settleTime, aloneTime = settle, alone
-	return func() { settleTime, aloneTime = s, a }
+	s, a, f := settleTime, aloneTime, firstTime
+	settleTime, aloneTime, firstTime = settle, alone, time.Millisecond
+	return func() { settleTime, aloneTime, firstTime = s, a, f }
 }
 
 // MarkOff is the place of a kept connection's mark.

@@ -51,6 +51,9 @@ var (
 	aloneTime  = 2 * time.Second
 )
 
+// firstTime is how long the first suspect waits for connections above suspicion; changed by tests.
+var firstTime = 2 * time.Second
+
 // alone has a token of the suspect that is being resumed.
 var alone = make(chan struct{}, 1)
 
@@ -112,7 +115,7 @@ func (s *Server) try(kept Kept) (*trial, error) {
 
 // wait takes the token. Before the first suspect, connections above suspicion are resumed, and cause no doubt later.
 func (t *trial) wait(s *Server, m mark) error {
-	if !s.pause(aloneTime) {
+	if !s.pause(firstTime) {
 		return s.ctx.Err()
 	}
 	select {

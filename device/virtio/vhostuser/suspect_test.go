@@ -103,7 +103,7 @@ func (f *fleet) resumed(name string) bool { return len(f.devs[name].calls()) > 0
 // TestGuiltyStateIsDropped: one VM's kept state ends each process that resumes it. After two crashes it is dropped,
 // with a log line, and the other VMs keep their devices.
 func TestGuiltyStateIsDropped(t *testing.T) {
-	t.Cleanup(vhostuser.SetTrial(time.Hour, 50*time.Millisecond))
+	t.Cleanup(vhostuser.SetTrial(time.Hour, time.Second)) // a turn is long enough to be seen
 	f := &fleet{t: t, s: testutil.NewKeeper(t), dir: t.TempDir(), names: []string{"a", "bad", "c"}}
 	f.start()
 	ds := map[string]*frontend.Device{}
@@ -225,7 +225,7 @@ func TestAdoptedMemoryIsBounded(t *testing.T) {
 
 // Processes that somebody else has killed cast no suspicion, but not without end.
 func TestSparedKills(t *testing.T) {
-	t.Cleanup(vhostuser.SetTrial(time.Hour, time.Millisecond)) // after the servers have ended
+	t.Cleanup(vhostuser.SetTrial(time.Hour, time.Hour)) // after the servers have ended; a turn is seen
 	s, path := testutil.NewKeeper(t), filepath.Join(t.TempDir(), "s")
 	_, die := process(t, s, nil, path)
 	m := memory(t, regions...)

@@ -63,7 +63,7 @@ type keptFile struct {
 type fileKey struct{ dev, ino uint64 }
 
 const (
-	// maxGranules bounds the accounting: the number of granules that may be resident.
+	// maxGranules is how many granules of a mapping may be resident under the limit that it was made under.
 	maxGranules = 1 << 17
 	// minGranule is the smallest granule; a smaller one is not worth a system call.
 	minGranule = 64 << 10

@@ -76,7 +76,8 @@ type Daemon struct {
 
 	removals sync.WaitGroup // those of going; added to under mu
 
-	reloading sync.Mutex // one reload at a time; before mu
+	reloading sync.Mutex     // one reload at a time; before mu
+	settling  map[string]*vm // whose memory-budget it has changed; guarded by reloading
 
 	capMu sync.Mutex
 	caps  captures
@@ -128,7 +129,8 @@ func Workers(s *worker.Spawner) Option { return func(d *Daemon) { d.workers = s 
 // Start sets up everything in cfg and serves it until Close. After an error nothing is left.
 func Start(cfg *config.Config, version string, log hclog.Logger, options ...Option) (*Daemon, error) {
 	d := &Daemon{cfg: cfg, version: version, log: log, started: time.Now(), nets: map[string]*network{},
-		vms: map[string]*vm{}, going: map[string]*vm{}, source: &overlay.API{}, gvms: translate.NewGVMTable(2 * maxVMs)}
+		vms: map[string]*vm{}, going: map[string]*vm{}, settling: map[string]*vm{}, source: &overlay.API{},
+		gvms: translate.NewGVMTable(2 * maxVMs)}
 	for _, o := range options {
 		o(d)
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/hashicorp/go-hclog"
@@ -133,21 +134,34 @@ func sizeText(n uint64) string {
 	return fmt.Sprint(n, units[0])
 }
 
-// setMemory changes the memory-budget and memory-weight of a VM, for both of its sockets. It returns when no more is
-// resident than the budget permits, except if memory stays in use: that is released later.
+// setMemory changes the memory-budget and memory-weight of a VM, for both of its sockets. reloading is held; settle has
+// to follow.
 func (d *Daemon) setMemory(name string, budget uint64, weight int) error {
 	v, err := d.adoptMemory(name, budget, weight)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), drainLimit)
-	defer cancel()
-	if v.budget.Settle(ctx) != nil {
-		d.log.Warn("more memory is resident than the new memory-budget permits, and in use: faults release it", "vm", name,
-			"budget", budget, "resident", v.budget.Status().Resident)
-	}
+	d.settling[name] = v
 	d.log.Info("VM's memory set", "vm", name, "budget", budget, "weight", weight)
 	return nil
+}
+
+// settle returns when no VM keeps more resident than its new memory-budget permits, or after drainLimit: memory that
+// stays in use is released later. reloading is held.
+func (d *Daemon) settle() {
+	ctx, cancel := context.WithTimeout(context.Background(), drainLimit)
+	defer cancel()
+	var all sync.WaitGroup
+	for name, v := range d.settling {
+		all.Go(func() {
+			if v.budget.Settle(ctx) != nil {
+				d.log.Warn("more memory is resident than the new memory-budget permits, and in use: faults release it",
+					"vm", name, "resident", v.budget.Status().Resident)
+			}
+		})
+	}
+	all.Wait()
+	clear(d.settling)
 }
 
 // adoptMemory changes the configuration, and the account of the VM.

@@ -39,6 +39,7 @@ func (d *Daemon) Reload() ([]string, error) {
 		return nil, err
 	}
 	done := []string{}
+	defer d.settle()
 	for _, s := range steps {
 		if err := s.do(); err != nil {
 			return done, fmt.Errorf("%s: %w (done before: %s)", s.what, err, list(done))

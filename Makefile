@@ -111,7 +111,7 @@ UPGRADE = ^TestUpgradeFrom$$
 FROM ?= HEAD~1
 
 test-vm: deps image build ## boots VMs: the whole path from guest application to wire
-	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)|$(UPGRADE)' ./integration
+	$(GO) test -count=1 -timeout 60m -v -skip '$(LONG)|$(SERIES)|$(UPGRADE)' ./integration -args -handovers=3 -kills=3
 
 # All take over three hours here. PART=1/2 and PART=2/2 are half of them each, the first one with test-whole.
 PART = 1/1

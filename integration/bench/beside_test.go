@@ -105,7 +105,7 @@ func TestTakeSamples(t *testing.T) {
 	}
 }
 
-// A sample has its part of the time, but it is not shorter than the shortest round.
+// A sample has its part of the time, but it is not shorter than the shortest sample.
 func TestShortSamples(t *testing.T) {
 	row := Row{Name: "x", Open: func(context.Context, *Bench) (Meter, error) {
 		return Meter{Ours: func(_ context.Context, d time.Duration) (Sample, error) {

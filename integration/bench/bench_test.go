@@ -27,14 +27,18 @@ func TestPick(t *testing.T) {
 		{"local_write_1m", "local_write_1m", 1},
 		{"idle_8vms local_write_1m", "local_write_1m", 2},
 		{"local_", "local_write_1m", 3},
+		{"=guest_fault", "guest_fault", 1},
+		{"guest_fault", "guest_fault", 3},
 	} {
 		rows, err := pick(tc.only)
 		if err != nil || len(rows) != tc.n || rows[0].Name != tc.first {
 			t.Errorf("pick(%q) = %d rows, %v", tc.only, len(rows), err)
 		}
 	}
-	if _, err := pick("local_write_1m,nonsense"); err == nil || !strings.Contains(err.Error(), "nonsense") {
-		t.Errorf("an unknown row: %v", err)
+	for _, unknown := range []string{"nonsense", "=guest_"} {
+		if _, err := pick("local_write_1m," + unknown); err == nil || !strings.Contains(err.Error(), `"`+unknown+`"`) {
+			t.Errorf("an unknown row: %v", err)
+		}
 	}
 	names := map[string]bool{}
 	for _, r := range registry() {

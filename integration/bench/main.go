@@ -24,7 +24,7 @@ import (
 func main() {
 	var o options
 	flag.StringVar(&o.only, "only", "",
-		"rows to run, separated by commas or spaces; a name also selects the rows that begin with it [all]")
+		"rows to run, separated by commas or spaces; a name also selects the rows that begin with it, =name does not [all]")
 	flag.IntVar(&o.rounds, "rounds", 5, "rounds, besides one that warms up")
 	flag.DurationVar(&o.time, "time", time.Second, "how long one measurement lasts")
 	flag.StringVar(&o.out, "json", "build/bench.jsonl",
@@ -87,6 +87,14 @@ func fields(only string) []string {
 	return strings.FieldsFunc(only, func(r rune) bool { return r == ',' || r == ' ' })
 }
 
+// selects reports whether that field of -only selects the row.
+func selects(field, row string) bool {
+	if name, alone := strings.CutPrefix(field, "="); alone {
+		return row == name
+	}
+	return strings.HasPrefix(row, field)
+}
+
 // pick returns the rows that only selects, in registry order.
 func pick(only string) ([]Row, error) {
 	all := registry()
@@ -99,7 +107,7 @@ func pick(only string) ([]Row, error) {
 	for _, r := range all {
 		wanted := false
 		for _, n := range names {
-			if strings.HasPrefix(r.Name, n) {
+			if selects(n, r.Name) {
 				used[n], wanted = true, true
 			}
 		}

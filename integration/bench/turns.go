@@ -113,12 +113,12 @@ func commonRows(ctx context.Context, sides [2]*side, selected string) (both []st
 	if names := fields(selected); len(names) > 0 {
 		rows := slices.Concat(all[:]...)
 		for _, n := range names {
-			if !slices.ContainsFunc(rows, func(row string) bool { return strings.HasPrefix(row, n) }) {
+			if !slices.ContainsFunc(rows, func(row string) bool { return selects(n, row) }) {
 				return nil, only, fmt.Errorf("no row %q in either commit", n)
 			}
 		}
 		wanted = func(row string) bool {
-			return slices.ContainsFunc(names, func(n string) bool { return strings.HasPrefix(row, n) })
+			return slices.ContainsFunc(names, func(n string) bool { return selects(n, row) })
 		}
 	}
 	for i := range all {

@@ -356,23 +356,26 @@ func TestReclaimIsBounded(t *testing.T) {
 	for n := range uint64(groups) {
 		setGroup(t, vm, r, n)
 	}
-	for n := range uint64(300) {
-		marked := func() (sum int) {
-			for i := range r.sparse.table.Load().slots {
-				if s := &r.sparse.table.Load().slots[i]; s.existsLocked() && s.run.Load()&mttIdle != 0 {
-					sum++
-				}
+	marked := func() (sum int) {
+		slots := r.sparse.table.Load().slots
+		for i := range slots {
+			if s := &slots[i]; s.existsLocked() && s.run.Load()&mttIdle != 0 {
+				sum++
 			}
-			return sum
 		}
-		before, gone := marked(), vm.Reclaimed()
-		table := r.sparse.table.Load()
+		return sum
+	}
+	before := marked()
+	for n := range uint64(300) {
+		gone, table := vm.Reclaimed(), r.sparse.table.Load()
 		setGroup(t, vm, r, groups+n)
 		if k := vm.Reclaimed() - gone; k != 1 {
 			t.Fatalf("%d groups removed for one", k)
 		}
-		if k := marked() - before; table == r.sparse.table.Load() && k > reclaimLook {
+		after := marked()
+		if k := after - before; table == r.sparse.table.Load() && k > reclaimLook {
 			t.Fatalf("the hand passed %d groups", k)
 		}
+		before = after
 	}
 }

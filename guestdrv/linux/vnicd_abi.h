@@ -131,6 +131,7 @@ enum vnicd_opcode {
 	VNICD_CMD_CREATE_MW	= 28,
 	VNICD_CMD_DESTROY_MW	= 29,
 	VNICD_CMD_RESOLVE	= 30,
+	VNICD_CMD_COUNT_QP	= 31,	/* devices with VNICD_CAP_COUNT_QP only */
 };
 
 /* Status of a command; the driver maps them to errno as written. */
@@ -215,6 +216,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_ATOMIC_WRITE	(1ULL << 9)	/* ATOMIC WRITE, on RC */
 #define VNICD_CAP_FLUSH_GLOBAL	(1ULL << 10)	/* FLUSH to global visibility, on RC */
 #define VNICD_CAP_SET_MTT_RESUME (1ULL << 11)	/* VNICD_SET_MTT_RESUME */
+#define VNICD_CAP_COUNT_QP	(1ULL << 12)	/* COUNT_QP */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)
@@ -621,7 +623,7 @@ struct vnicd_mcast {
 	__u8   gid[16];		/* network order */
 };
 
-/* QUERY_STATS: no request payload; reply: */
+/* QUERY_STATS: no request payload; reply, without what queue pairs count apart: */
 enum vnicd_stat {
 	VNICD_STAT_TX_PACKETS,
 	VNICD_STAT_TX_BYTES,
@@ -651,6 +653,19 @@ struct vnicd_stats {
 	__le64 value[VNICD_NUM_STATS];
 	__le64 reserved;	/* pads to an even count */
 };
+
+/*
+ * COUNT_QP: the reply, a struct vnicd_stats, is what the queue pair has counted apart from
+ * the device since the last COUNT_QP. Events of no queue pair stay 0 there: ICRC errors,
+ * invalidations, answered faults. From now on the queue pair counts apart, with
+ * VNICD_COUNT_APART, or in the device's counters, as it does when it is created and after
+ * the device's process was replaced.
+ */
+struct vnicd_count_qp {
+	__le32 qpn;
+	__le32 flags;		/* VNICD_COUNT_* */
+};
+#define VNICD_COUNT_APART	(1U << 0)
 
 /* ------------------------------------------------------------------ */
 /* Event queues                                                        */

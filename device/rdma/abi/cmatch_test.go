@@ -98,6 +98,7 @@ var goStructs = map[string]func() record{
 	"vnicd_resolve":        func() record { return new(Resolve) },
 	"vnicd_resolve_resp":   func() record { return new(ResolveResp) },
 	"vnicd_stats":          func() record { return new(Stats) },
+	"vnicd_count_qp":       func() record { return new(CountQP) },
 	"vnicd_ceqe":           func() record { return new(CEQE) },
 	"vnicd_event":          func() record { return new(Event) },
 	"vnicd_doorbells":      nil,
@@ -116,7 +117,7 @@ var sizes = map[string]int{
 	"vnicd_resume_fault": SizeResumeFault, "vnicd_mcast": SizeMcast,
 	"vnicd_reg_wr": SizeRegWR, "vnicd_create_mw": SizeCreateMW,
 	"vnicd_resolve": SizeResolve, "vnicd_resolve_resp": SizeResolveResp,
-	"vnicd_stats": SizeStats, "vnicd_ceqe": SizeCEQE, "vnicd_event": SizeEvent,
+	"vnicd_stats": SizeStats, "vnicd_count_qp": SizeCountQP, "vnicd_ceqe": SizeCEQE, "vnicd_event": SizeEvent,
 	"vnicd_doorbells": DoorbellSize,
 }
 
@@ -139,7 +140,9 @@ var goConsts = map[string]uint64{
 	"VNICD_CMD_ATTACH_MCAST": uint64(CmdAttachMcast), "VNICD_CMD_DETACH_MCAST": uint64(CmdDetachMcast),
 	"VNICD_CMD_QUERY_STATS": uint64(CmdQueryStats), "VNICD_CMD_CLEAR_MTT": uint64(CmdClearMTT),
 	"VNICD_CMD_RESUME_FAULT": uint64(CmdResumeFault), "VNICD_CMD_CREATE_MW": uint64(CmdCreateMW),
-	"VNICD_CMD_DESTROY_MW": uint64(CmdDestroyMW), "VNICD_CMD_RESOLVE": uint64(CmdResolve), "VNICD_MR_FAST": MRFast,
+	"VNICD_CMD_DESTROY_MW": uint64(CmdDestroyMW), "VNICD_CMD_RESOLVE": uint64(CmdResolve),
+	"VNICD_CMD_COUNT_QP": uint64(CmdCountQP), "VNICD_COUNT_APART": CountApart, "VNICD_CAP_COUNT_QP": CapCountQP,
+	"VNICD_MR_FAST":       MRFast,
 	"VNICD_WR_REG_MR":     WRRegMR,
 	"VNICD_WR_REG_OFFSET": SendWQERegOff, "VNICD_WR_FLUSH_OFFSET": SendWQEFlushRKeyOff - 12, "VNICD_WC_REG_MR": WCOpRegMR,
 	"VNICD_MAX_FAST_REG": MaxFastReg,

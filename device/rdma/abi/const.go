@@ -77,6 +77,7 @@ const (
 	CmdCreateMW     Opcode = 28
 	CmdDestroyMW    Opcode = 29
 	CmdResolve      Opcode = 30
+	CmdCountQP      Opcode = 31 // devices with CapCountQP only
 )
 
 var opcodeNames = [...]string{
@@ -88,6 +89,7 @@ var opcodeNames = [...]string{
 	CmdSetMTT: "SET_MTT", CmdDestroyMR: "DESTROY_MR", CmdAttachMcast: "ATTACH_MCAST", CmdDetachMcast: "DETACH_MCAST",
 	CmdQueryStats: "QUERY_STATS", CmdClearMTT: "CLEAR_MTT", CmdResumeFault: "RESUME_FAULT",
 	CmdCreateMW: "CREATE_MW", CmdDestroyMW: "DESTROY_MW", CmdResolve: "RESOLVE",
+	CmdCountQP: "COUNT_QP",
 }
 
 func (o Opcode) String() string {
@@ -140,6 +142,7 @@ const (
 	CapAtomicWrite  = 1 << 9  // ATOMIC WRITE, on RC
 	CapFlushGlobal  = 1 << 10 // FLUSH to global visibility, on RC
 	CapSetMTTResume = 1 << 11 // SetMTTResume
+	CapCountQP      = 1 << 12 // COUNT_QP
 )
 
 // Operations with on-demand paging, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum

@@ -15,6 +15,7 @@ const (
 	SizeSetAHTable   = 8
 	SizeHandle       = 8
 	SizeStats        = 176
+	SizeCountQP      = 8
 	SizeCEQE         = 8
 	SizeEvent        = 64
 )
@@ -475,7 +476,39 @@ func (x *Handle) Decode(b []byte) error {
 	return c.end("vnicd_handle")
 }
 
-// Stats is the reply to QUERY_STATS
+// CountApart makes a QP count apart from the device (COUNT_QP).
+const CountApart = 1 << 0
+
+// CountQP is the request of COUNT_QP (struct vnicd_count_qp). The reply is a Stats: what the QP has counted apart since
+// the last one.
+type CountQP struct {
+	QPN   uint32 `c:"qpn"`
+	Flags uint32 `c:"flags"` // CountApart
+}
+
+func (x *CountQP) fields(c *codec) {
+	c.u32(&x.QPN)
+	c.u32(&x.Flags)
+}
+
+// Encode writes SizeCountQP bytes to b; it panics if b is shorter.
+func (x *CountQP) Encode(b []byte) {
+	c := encoder("vnicd_count_qp", b, SizeCountQP)
+	x.fields(&c)
+}
+
+// Decode reads SizeCountQP bytes from b. It fails with a *DecodeError if b is
+// shorter.
+func (x *CountQP) Decode(b []byte) error {
+	c, ok := decoder(b, SizeCountQP)
+	if !ok {
+		return short("vnicd_count_qp", b, SizeCountQP)
+	}
+	x.fields(&c)
+	return c.end("vnicd_count_qp")
+}
+
+// Stats is the reply to QUERY_STATS and COUNT_QP
 // (struct vnicd_stats).
 type Stats struct {
 	Value [NumStats]uint64 `c:"value"` // indexed by Stat

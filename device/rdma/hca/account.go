@@ -75,7 +75,7 @@ func qpCost(q *qp) cost {
 	return cost{
 		kind: translate.CostQPs,
 		object: translate.AllocatedFor[qp](1) + translate.AllocatedFor[qpObject](1) + translate.MapEntry +
-			translate.Allocated(uint64(q.scratchSize())) + q.transport(nil).Footprint() +
+			translate.Allocated(uint64(q.scratchSize())) + q.transport(nil).Footprint() + translate.AllocatedFor[counters](1) +
 			translate.AllocatedFor[loop.Timer](1) + translate.AllocatedFor[sourceFilter](1) + qpCallbacks +
 			2*translate.AllocatedFor[abi.WC](maxUnposted) + 2*translate.AllocatedFor[*byte](maxKept), // append may double
 		list: q.sq.mem.Footprint() + q.rq.mem.Footprint(),

@@ -262,6 +262,29 @@ func queryQP(c *cmd) error {
 	return nil
 }
 
+// countQP is COUNT_QP.
+func countQP(c *cmd) error {
+	var r abi.CountQP
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	o, err := c.t.qp(r.QPN)
+	switch {
+	case err != nil:
+		return err
+	case r.Flags&^uint32(abi.CountApart) != 0:
+		return refuse(abi.StatusUnsupported, "flags %#x, known is %#x", r.Flags, abi.CountApart)
+	}
+	var s abi.Stats
+	o.q.engine.onLoop(func() {
+		n := o.q.takeCounts()
+		n.report(&s)
+		o.q.countIn(r.Flags&abi.CountApart != 0)
+	})
+	s.Encode(c.reply(abi.SizeStats))
+	return nil
+}
+
 func destroyQP(c *cmd) error {
 	n, err := c.handle()
 	if err != nil {

@@ -50,6 +50,7 @@ var commandTable = [...]struct {
 	abi.CmdCreateMW:     {abi.SizeCreateMW, false, abi.SizeHandle, createMW},
 	abi.CmdDestroyMW:    {abi.SizeHandle, false, 0, destroyMW},
 	abi.CmdResolve:      {abi.SizeResolve, false, abi.SizeResolveResp, resolveGID},
+	abi.CmdCountQP:      {abi.SizeCountQP, false, abi.SizeStats, countQP},
 }
 
 const maxReply = 256 // at least the largest of the table

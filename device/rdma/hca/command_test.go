@@ -416,7 +416,7 @@ func (f *fuzzGuest) step() {
 	r, tb := f.r, &f.tables
 	// Handles, mostly of existing objects.
 	pd, cq, srq, qp := f.pick(keys(tb.pds)), f.pick(keys(tb.cqs)), f.pick(keys(tb.srqs)), f.pick(keys(tb.qpList))
-	op := abi.Opcode(r.UintN(28))
+	op := abi.Opcode(r.UintN(uint(len(commandTable) + 1)))
 	if len(tb.qpList) == 0 || r.IntN(4) == 0 { // QPs and the objects that they need
 		op = []abi.Opcode{abi.CmdCreatePD, abi.CmdCreateCQ, abi.CmdCreateSRQ, abi.CmdCreateQP, abi.CmdModifyQP}[r.IntN(5)]
 	}
@@ -480,6 +480,8 @@ func (f *fuzzGuest) step() {
 			}
 		}
 		b = enc(abi.SizeQPAttr, &a)
+	case abi.CmdCountQP:
+		b = enc(abi.SizeCountQP, &abi.CountQP{QPN: qp, Flags: r.Uint32N(3)})
 	case abi.CmdCreateMR:
 		b = enc(abi.SizeCreateMR, &abi.CreateMR{PDN: pd, Access: r.Uint32N(32), Flags: r.Uint32N(3),
 			PageShift: uint8(11 + r.UintN(4)), IOVA: r.Uint64(), Length: r.Uint64N(1 << 16), NPages: r.Uint64N(32)})

@@ -180,12 +180,13 @@ func (d *Device) Drops() map[string]uint64 {
 	}
 	for _, e := range d.data.engines {
 		e.onLoop(func() {
-			for i, n := range e.stats.Drops {
+			c := e.total()
+			for i, n := range c.Drops {
 				add(roce.Drop(i).String(), n)
 			}
-			add(dropKey, e.stats.AccessErrors)
-			add(dropSequence, e.stats.OutOfSequence)
-			add(dropDuplicate, e.stats.Duplicates)
+			add(dropKey, c.AccessErrors)
+			add(dropSequence, c.OutOfSequence)
+			add(dropDuplicate, c.Duplicates)
 		})
 		add(dropInbox, e.inboxFull.Load())
 	}

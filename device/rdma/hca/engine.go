@@ -85,10 +85,10 @@ type engine struct {
 	heldFrames   int                  // frames in reorder queues
 	keptDrops    uint64               // frames dropped instead of kept
 
-	stats roce.Stats
-	steps uint64 // segments and pages, see stepShift
-	// Faults raised (PF-7).
-	hostFaults, guestFaults uint64
+	stats counters         // see counters.go
+	past  counters         // what QPs counted apart, up to when it was taken
+	apart map[*qp]struct{} // those that do
+	steps uint64           // segments and pages, see stepShift
 
 	listRaw [8 * abi.MaxFastReg]byte // a page list, as copied in
 	list    [abi.MaxFastReg]translate.PA
@@ -101,7 +101,7 @@ type engine struct {
 }
 
 func newEngine(d *dataSide, id int, loop *loop.Loop) *engine {
-	e := &engine{dev: d, id: id, loop: loop}
+	e := &engine{dev: d, id: id, loop: loop, apart: map[*qp]struct{}{}}
 	e.onBell, e.onBellCleared = e.bellFound, e.bellCleared
 	return e
 }
@@ -206,12 +206,12 @@ func (e *engine) Poll(now int64) bool {
 		}
 		q := e.nextQP()
 		e.current = q
-		before := e.served()
+		before := e.served(q)
 		if q.run(now, min(qpBudget, budget)) {
 			e.schedule(q)
 		}
 		e.current, e.local.peer = nil, nil
-		budget -= int(e.served()-before) + 1
+		budget -= int(e.served(q)-before) + 1
 		busy = true
 	}
 	if j := e.journal; j != nil && (j.committed < len(j.outputs) || len(j.peers) > 0) {
@@ -221,9 +221,10 @@ func (e *engine) Poll(now int64) bool {
 	return busy
 }
 
-// served is the work done for this engine's QPs so far, in units of pollBudget.
-func (e *engine) served() uint64 {
-	return e.stats.TxPackets + flushCost*e.stats.Flushed + e.stats.LocalBytes>>localShift + e.steps>>stepShift
+// served is the work done so far, in units of pollBudget, for the QPs that count where q does.
+func (e *engine) served(q *qp) uint64 {
+	s := q.t.Stats()
+	return s.TxPackets + flushCost*s.Flushed + s.LocalBytes>>localShift + e.steps>>stepShift
 }
 
 // Prepare implements loop.Poller: it sets need_wakeup, then checks for work once more.
@@ -437,23 +438,11 @@ func (e *engine) onNotice(struct{}) {
 	}
 }
 
-// statistics adds the engine's counters to s.
-func (e *engine) statistics(s *abi.Stats) {
-	r := &e.stats
-	for _, x := range []struct {
-		i abi.Stat
-		n uint64
-	}{
-		{abi.StatTxPackets, r.TxPackets}, {abi.StatTxBytes, r.TxBytes}, {abi.StatRxPackets, r.RxPackets},
-		{abi.StatRxBytes, r.RxBytes}, {abi.StatTxAcks, r.TxAcks}, {abi.StatTxNaks, r.TxNaks}, {abi.StatTxRNR, r.TxRNR},
-		{abi.StatRxRNR, r.RxRNR}, {abi.StatRetransmits, r.Retransmits}, {abi.StatTimeouts, r.Timeouts},
-		{abi.StatOutOfSequence, r.OutOfSequence}, {abi.StatDuplicates, r.Duplicates},
-		{abi.StatRxDropped, r.RxDropped + e.keptDrops + e.inboxFull.Load()}, {abi.StatAccessErrors, r.AccessErrors},
-		{abi.StatGuestFaults, e.guestFaults}, {abi.StatHostFaults, e.hostFaults},
-		{abi.StatFaultDrops, r.FaultDrops + e.keptDrops},
-	} {
-		s.Value[x.i] += x.n
-	}
+// statistics adds c, which is of this engine, and what the engine itself counts to s.
+func (e *engine) statistics(c *counters, s *abi.Stats) {
+	c.report(s)
+	s.Value[abi.StatRxDropped] += e.keptDrops + e.inboxFull.Load()
+	s.Value[abi.StatFaultDrops] += e.keptDrops
 }
 
 // on runs f on an engine's loop inside an epoch.

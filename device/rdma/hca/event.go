@@ -336,7 +336,7 @@ func (eq *eventQueue) write(n *eventNode) bool {
 func (eq *eventQueue) fetch(m translate.Miss) {
 	if !eq.absent.Waiting() {
 		eq.absent.Miss, eq.fetching = m, true
-		eq.engine.hostFaults++
+		eq.engine.stats.hostFaults++
 		eq.engine.space.Faults().Raise(&eq.absent)
 	}
 }

@@ -116,7 +116,7 @@ func (s *faultWaiter) raiseHost(m translate.Miss, write, ring bool) {
 		return
 	}
 	s.host.Miss, s.host.Write, s.ring = m, write, ring
-	s.q.engine.hostFaults++
+	s.q.counts().hostFaults++
 	s.q.engine.space.Faults().Raise(&s.host)
 }
 
@@ -138,7 +138,7 @@ func (s *faultWaiter) raiseGuest(m translate.Miss, need translate.Access) {
 	*count++
 	token := uint32(q.index) | uint32(s.side)<<tokenSideShift | *count<<tokenCountShift
 	g.state.Store(uint64(token)<<tokenShift | faultRaised)
-	q.engine.guestFaults++
+	q.counts().guestFaults++
 	q.dev.async.post(&g.node, 1<<abi.EventPageFault)
 }
 

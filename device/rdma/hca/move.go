@@ -53,6 +53,7 @@ func (q *qp) leaveEngine() {
 	defer func() {
 		e.unschedule(q)
 		q.timer.Stop()
+		delete(e.apart, q)
 		e.qps--
 		if e.journal != nil {
 			e.journal.forget(q)
@@ -70,7 +71,11 @@ func (q *qp) joinEngine(e *engine) {
 	q.timer = e.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), e.faultOption(), loop.Metered(&e.dev.meter))
 	e.qps++
 	q.dev.publish(q)
-	q.t.Moved(e.loop.Now(), &e.stats)
+	if q.own != nil {
+		e.apart[q] = struct{}{}
+	}
+	q.t.CountIn(&q.counts().Stats)
+	q.t.Moved(e.loop.Now())
 	e.schedule(q)
 	e.touch(q)
 	e.settleNow()

@@ -50,6 +50,7 @@ type qp struct {
 	scq, rcq *cq
 
 	t          *roce.QP
+	own        *counters // nil: the QP counts in its engine's
 	timer      *loop.Timer
 	localRoute localRoute
 
@@ -533,6 +534,7 @@ func (q *qp) close() {
 	q.closed = true
 	q.dropKept(len(q.kept))
 	q.t.Close()
+	q.countIn(false)
 	q.unbind()
 	q.timer.Stop()
 	q.engine.unschedule(q)
@@ -584,7 +586,7 @@ func (q *qp) start() error {
 	}
 	q.timer = q.engine.loop.NewTimer(q.onTimer, loop.Name("hca qp timer"), q.engine.faultOption(),
 		loop.Metered(&q.engine.dev.meter))
-	q.t = roce.NewQP(q.transport(&q.engine.stats), q)
+	q.t = roce.NewQP(q.transport(&q.engine.stats.Stats), q)
 	d.publish(q)
 	q.engine.qps++
 	q.engine.db.join(q.index)

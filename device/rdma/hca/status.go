@@ -112,11 +112,15 @@ type QPStatus struct {
 
 // Stats returns the counters, over all QPs since the device was created. It visits
 // the loops; call it from any other goroutine.
-func (d *Device) Stats() abi.Stats { return d.stats() }
+func (d *Device) Stats() abi.Stats { return d.stats((*engine).total) }
 
-func (d *Device) stats() (s abi.Stats) {
+// stats returns the device's counters, with those of QPs that count returns.
+func (d *Device) stats(count func(*engine) counters) (s abi.Stats) {
 	for _, e := range d.data.engines {
-		e.onLoop(func() { e.statistics(&s) })
+		e.onLoop(func() {
+			c := count(e)
+			e.statistics(&c, &s)
+		})
 	}
 	for i := range d.data.rejected {
 		switch n := d.data.rejected[i].Load(); rejectReason(i) {
@@ -174,7 +178,7 @@ func (d *Device) eachQP(f func(q *qp)) {
 // goroutine. Fields under mu are left out if a command in progress takes long, so that
 // one VM's slow memory does not delay the status of the others.
 func (d *Device) Describe() Status {
-	st := d.stats()
+	st := d.Stats()
 	s := Status{
 		Name: d.cfg.Name, MAC: net.HardwareAddr(d.cfg.MAC[:]).String(), Connected: d.portListener.Load() != nil,
 		Up: d.data.up.Load(), Link: d.data.link.Load(), Paused: d.data.paused.Load(), Failed: d.data.broken.Load(),
@@ -191,14 +195,15 @@ func (d *Device) Describe() Status {
 	}
 	for _, e := range d.data.engines {
 		e.onLoop(func() {
-			s.Stats["local_messages"] += e.stats.LocalMessages
-			s.Stats["local_bytes"] += e.stats.LocalBytes
-			s.Stats["np_ecn_marked_roce_packets"] += e.stats.ECNMarked
-			s.Stats["np_cnp_sent"] += e.stats.TxCNP
-			s.Stats["rp_cnp_handled"] += e.stats.RxCNP
-			s.Stats["kept_packets"] += e.stats.Kept
-			s.Stats["selective_acks_sent"] += e.stats.TxSelectiveAcks
-			s.Stats["selective_acks_received"] += e.stats.RxSelectiveAcks
+			c := e.total()
+			s.Stats["local_messages"] += c.LocalMessages
+			s.Stats["local_bytes"] += c.LocalBytes
+			s.Stats["np_ecn_marked_roce_packets"] += c.ECNMarked
+			s.Stats["np_cnp_sent"] += c.TxCNP
+			s.Stats["rp_cnp_handled"] += c.RxCNP
+			s.Stats["kept_packets"] += c.Kept
+			s.Stats["selective_acks_sent"] += c.TxSelectiveAcks
+			s.Stats["selective_acks_received"] += c.RxSelectiveAcks
 		})
 	}
 	for i, g := range d.data.gids.snap.Load().all {

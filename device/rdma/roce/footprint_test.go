@@ -41,6 +41,7 @@ func TestFootprint(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			n, buf := newFabric(t, 1).node("a", tc.cfg), &frame.Buf{}
+			tc.cfg.Stats = new(Stats)
 			connect := func() *QP {
 				q := NewQP(tc.cfg, n)
 				q.allocate()

@@ -58,7 +58,6 @@ type QP struct {
 
 	flushAt    int64 // Err: when to look again for posted receives
 	flushDelay int64
-	ownStats   Stats
 }
 
 // NewQP returns a QP in state Reset. Zero fields of cfg take their defaults; values out of range are clamped.
@@ -66,7 +65,7 @@ func NewQP(cfg Config, a Adapter) *QP {
 	cfg.complete()
 	q := &QP{cfg: cfg, queues: a, memory: a, link: a, sched: a, typ: cfg.Type, stats: cfg.Stats}
 	if q.stats == nil {
-		q.stats = &q.ownStats
+		q.stats = new(Stats)
 	}
 	q.reset()
 	return q
@@ -90,7 +89,7 @@ func (cfg *Config) complete() {
 	cfg.MaxOutstanding = 1 << bits.Len(uint(cfg.MaxOutstanding-1))
 }
 
-// Footprint bounds the bytes that a QP with this configuration occupies in any state.
+// Footprint bounds the bytes that a QP with this configuration occupies in any state, without its Stats.
 func (cfg Config) Footprint() uint64 {
 	cfg.complete()
 	n := cfg.MaxOutstanding
@@ -331,11 +330,11 @@ func (q *QP) toErr() {
 	q.wake()
 }
 
-// Moved is called first on the loop that the QP has moved to. It counts in stats from then on and arms its timer again.
-func (q *QP) Moved(now int64, stats *Stats) {
-	q.stats = stats
-	q.Timer(now)
-}
+// CountIn makes the QP count in stats from now on.
+func (q *QP) CountIn(stats *Stats) { q.stats = stats }
+
+// Moved is called first on the loop that the QP has moved to, and arms its timer again.
+func (q *QP) Moved(now int64) { q.Timer(now) }
 
 // wake schedules a Run, if none is scheduled.
 func (q *QP) wake() {

@@ -27,6 +27,41 @@ type Stats struct {
 	LocalMessages, LocalBytes uint64
 }
 
+// Add adds o to s.
+func (s *Stats) Add(o *Stats) {
+	s.TxPackets += o.TxPackets
+	s.TxBytes += o.TxBytes
+	s.RxPackets += o.RxPackets
+	s.RxBytes += o.RxBytes
+	s.TxAcks += o.TxAcks
+	s.TxNaks += o.TxNaks
+	s.TxRNR += o.TxRNR
+	s.RxRNR += o.RxRNR
+	s.Retransmits += o.Retransmits
+	s.Timeouts += o.Timeouts
+	s.ECNMarked += o.ECNMarked
+	s.TxCNP += o.TxCNP
+	s.RxCNP += o.RxCNP
+	s.OutOfSequence += o.OutOfSequence
+	s.Duplicates += o.Duplicates
+	s.Kept += o.Kept
+	s.TxSelectiveAcks += o.TxSelectiveAcks
+	s.RxSelectiveAcks += o.RxSelectiveAcks
+	s.RxDropped += o.RxDropped
+	for i, n := range o.Drops {
+		s.Drops[i] += n
+	}
+	s.AccessErrors += o.AccessErrors
+	s.LocalErrors += o.LocalErrors
+	s.Flushed += o.Flushed
+	s.Faults += o.Faults
+	s.FaultDrops += o.FaultDrops
+	s.Resumed += o.Resumed
+	s.Invalid += o.Invalid
+	s.LocalMessages += o.LocalMessages
+	s.LocalBytes += o.LocalBytes
+}
+
 // Drop is the reason why a packet was dropped: a header does not match the QP (IBTA 9.6; MT-6). Such packets get no
 // answer.
 type Drop uint8

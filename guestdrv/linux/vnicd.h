@@ -161,6 +161,7 @@ struct vnicd_dev {
 	struct xarray srqs;
 	struct xarray phys_keys;	/* keys of VNICD_MR_PHYS regions */
 	struct xarray odps;		/* on-demand regions by key; process context */
+	struct xarray counters;		/* of queue pairs, by the id of the rdma_counter */
 	atomic_t next_cookie;
 
 	/* Address handles: table in memory shared with the device. */
@@ -363,6 +364,7 @@ struct vnicd_qp {
 	struct vnicd_cq *recv_cq;
 	struct list_head send_node;	/* in send_cq->send_qps */
 	struct list_head recv_node;
+	struct list_head counter_node;	/* guarded by the counter's lock */
 };
 
 static inline struct vnicd_dev *to_vd(struct ib_device *ibdev)
@@ -448,6 +450,7 @@ void vnicd_bury(struct vnicd_dev *vd, struct vnicd_grave *grave,
 int vnicd_cmd_query_device(struct vnicd_dev *vd, struct vnicd_limits *lim);
 int vnicd_cmd_query_port(struct vnicd_dev *vd, struct vnicd_port_attr *attr);
 int vnicd_cmd_query_stats(struct vnicd_dev *vd, u64 *values, unsigned int n);
+int vnicd_cmd_count_qp(struct vnicd_dev *vd, u32 qpn, u32 flags, u64 *values);
 int vnicd_cmd_set_gid(struct vnicd_dev *vd, u16 index, u8 type, u16 vlan,
 		      const u8 *smac, const union ib_gid *gid);
 int vnicd_cmd_clear_gid(struct vnicd_dev *vd, u16 index);
@@ -614,6 +617,11 @@ void vnicd_qp_put(struct vnicd_qp *qp);
 int vnicd_fill_res_cq_entry(struct sk_buff *msg, struct ib_cq *ibcq);
 int vnicd_fill_res_mr_entry(struct sk_buff *msg, struct ib_mr *ibmr);
 int vnicd_fill_res_qp_entry(struct sk_buff *msg, struct ib_qp *ibqp);
+
+/* vnicd_counter.c */
+extern const struct ib_device_ops vnicd_counter_ops;	/* devices with VNICD_CAP_COUNT_QP */
+struct rdma_hw_stats *vnicd_alloc_hw_port_stats(struct ib_device *ibdev, u32 port);
+int vnicd_get_hw_stats(struct ib_device *ibdev, struct rdma_hw_stats *stats, u32 port, int index);
 
 /* vnicd_flush.c */
 void vnicd_flush_processes(struct vnicd_dev *vd);

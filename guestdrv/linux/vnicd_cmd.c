@@ -149,6 +149,25 @@ int vnicd_cmd_query_stats(struct vnicd_dev *vd, u64 *values, unsigned int n)
 	return 0;
 }
 
+/* values: VNICD_NUM_STATS, what the queue pair counted apart since the last call. */
+int vnicd_cmd_count_qp(struct vnicd_dev *vd, u32 qpn, u32 flags, u64 *values)
+{
+	struct vnicd_count_qp req = {
+		.qpn = cpu_to_le32(qpn),
+		.flags = cpu_to_le32(flags),
+	};
+	struct vnicd_stats stats;
+	unsigned int i;
+	int err;
+
+	err = vnicd_exec(vd, VNICD_CMD_COUNT_QP, &req, sizeof(req), &stats, sizeof(stats));
+	if (err)
+		return err;
+	for (i = 0; i < VNICD_NUM_STATS; i++)
+		values[i] = le64_to_cpu(stats.value[i]);
+	return 0;
+}
+
 int vnicd_cmd_set_gid(struct vnicd_dev *vd, u16 index, u8 type, u16 vlan,
 		      const u8 *smac, const union ib_gid *gid)
 {

@@ -446,6 +446,7 @@ static void vnicd_init(struct vnicd_dev *vd, struct virtio_device *vdev)
 	xa_init_flags(&vd->cqs, XA_FLAGS_LOCK_IRQ);
 	xa_init_flags(&vd->srqs, XA_FLAGS_LOCK_IRQ);
 	xa_init_flags(&vd->phys_keys, XA_FLAGS_LOCK_IRQ);
+	xa_init_flags(&vd->counters, XA_FLAGS_ALLOC1);
 	spin_lock_init(&vd->ah_lock);
 	spin_lock_init(&vd->grave_lock);
 	INIT_LIST_HEAD(&vd->graves);
@@ -515,6 +516,7 @@ static void vnicd_teardown(struct vnicd_dev *vd)
 	xa_destroy(&vd->cqs);
 	xa_destroy(&vd->srqs);
 	xa_destroy(&vd->phys_keys);
+	xa_destroy(&vd->counters);
 	vdev->priv = NULL;
 	/* Last, because buried memory refers to it. */
 	if (vd->ib)

@@ -249,49 +249,6 @@ static int vnicd_detach_mcast(struct ib_qp *ibqp, union ib_gid *gid, u16 lid)
 	return vnicd_dead(to_vd(ibqp->device)) ? 0 : err;
 }
 
-/* The counters' names, in the order of enum vnicd_stat. */
-static const struct rdma_stat_desc vnicd_stat_descs[VNICD_NUM_STATS] = {
-	[VNICD_STAT_TX_PACKETS].name = "tx_packets",
-	[VNICD_STAT_TX_BYTES].name = "tx_bytes",
-	[VNICD_STAT_RX_PACKETS].name = "rx_packets",
-	[VNICD_STAT_RX_BYTES].name = "rx_bytes",
-	[VNICD_STAT_TX_ACKS].name = "tx_acks",
-	[VNICD_STAT_TX_NAKS].name = "tx_naks",
-	[VNICD_STAT_TX_RNR].name = "tx_rnr_naks",
-	[VNICD_STAT_RX_RNR].name = "rx_rnr_naks",
-	[VNICD_STAT_RETRANSMITS].name = "retransmits",
-	[VNICD_STAT_TIMEOUTS].name = "timeouts",
-	[VNICD_STAT_OUT_OF_SEQUENCE].name = "out_of_sequence",
-	[VNICD_STAT_DUPLICATES].name = "duplicates",
-	[VNICD_STAT_ICRC_ERRORS].name = "icrc_errors",
-	[VNICD_STAT_RX_DROPPED].name = "rx_dropped",
-	[VNICD_STAT_ACCESS_ERRORS].name = "access_errors",
-	[VNICD_STAT_GUEST_FAULTS].name = "guest_faults",
-	[VNICD_STAT_HOST_FAULTS].name = "host_faults",
-	[VNICD_STAT_INVALIDATIONS].name = "invalidations",
-	[VNICD_STAT_FAULTS_RESUMED].name = "faults_resumed",
-	[VNICD_STAT_FAULTS_FAILED].name = "faults_failed",
-	[VNICD_STAT_FAULT_DROPS].name = "fault_drops",
-};
-
-static struct rdma_hw_stats *vnicd_alloc_hw_port_stats(struct ib_device *ibdev, u32 port)
-{
-	return rdma_alloc_hw_stats_struct(vnicd_stat_descs, VNICD_NUM_STATS,
-					  RDMA_HW_STATS_DEFAULT_LIFESPAN);
-}
-
-static int vnicd_get_hw_stats(struct ib_device *ibdev, struct rdma_hw_stats *stats,
-			      u32 port, int index)
-{
-	int err;
-
-	if (port != VNICD_PORT || !stats)
-		return -EINVAL;
-	err = vnicd_cmd_query_stats(to_vd(ibdev), stats->value,
-				    min_t(unsigned int, stats->num_counters, VNICD_NUM_STATS));
-	return err ? err : stats->num_counters;
-}
-
 /*
  * ib_core releases the device: at our request, or because rdma_rxe was
  * unloaded, which unregisters every device with its driver id. In that case the
@@ -425,6 +382,8 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 		ib_set_device_ops(ibdev, &vnicd_fast_reg_ops);
 	if (vd->lim.caps & VNICD_CAP_MW)
 		ib_set_device_ops(ibdev, &vnicd_mw_ops);
+	if (vd->lim.caps & VNICD_CAP_COUNT_QP)
+		ib_set_device_ops(ibdev, &vnicd_counter_ops);
 
 	/* vnicd_fail() must not unregister a half registered device. */
 	mutex_lock(&vd->reg_lock);

@@ -146,6 +146,7 @@ func programs(ctx context.Context, t *testing.T, l *lab.Lab, client, server lab.
 	}
 	t.Run("placement", func(t *testing.T) { placement(ctx, t, client, server, l.Images.Release != debian12) })
 	t.Run("tools", func(t *testing.T) { tools(ctx, t, client, server) })
+	t.Run("counters", func(t *testing.T) { queuePairCounters(ctx, t, client, server) })
 	t.Run("GIDs", func(t *testing.T) { eachGID(ctx, t, client, server) })
 	for _, x := range [][]string{
 		{"ibv_uc_pingpong", "-c", "-e"}, {"ibv_ud_pingpong", "-c", "-e", "-s", "1024"}, {"ibv_srq_pingpong", "-c", "-e"},

@@ -2,6 +2,7 @@ package integration
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"path"
 	"regexp"
@@ -105,6 +106,90 @@ func tools(ctx context.Context, t *testing.T, a, b lab.End) {
 	_, err := watch.Wait(ctx)
 	check(t, err)
 	check(t, lab.WaitRDMA(ctx, m, d))
+}
+
+// rdmaTool returns what rdma(8) lists.
+func rdmaTool[T any](ctx context.Context, t *testing.T, m *qemu.Machine, question string) (list []T) {
+	t.Helper()
+	check(t, json.Unmarshal([]byte(run(ctx, t, m, "rdma -j "+question)), &list))
+	return list
+}
+
+// queuePairCounters: queue pairs count apart, by rule and by hand, and each byte is counted once (rdma-statistic(8)).
+func queuePairCounters(ctx context.Context, t *testing.T, a, b lab.End) {
+	m, link := a.VM, "link "+a.Device+"/1"
+	type apart struct {
+		ID      int   `json:"cntn"`
+		TxBytes int   `json:"tx_bytes"`
+		QPs     []int `json:"lqpn"`
+	}
+	show := func() []apart {
+		return rdmaTool[apart](ctx, t, m, "statistic qp show "+link)
+	}
+	pingpong := func() (stop func()) {
+		line := fmt.Sprintf("ibv_rc_pingpong -n 100000000 -g %d -d ", a.GID)
+		server := must[*qemu.Process](t)(lab.Listen(ctx, m, line+a.Device, 18515))
+		client := must[*qemu.Process](t)(b.VM.StartShell(ctx, "exec "+line+b.Device+" "+a.Addr))
+		return func() {
+			for _, p := range []*qemu.Process{client, server} {
+				check(t, p.Signal(ctx, "TERM"))
+				_, err := p.Wait(ctx)
+				check(t, err)
+			}
+		}
+	}
+	counts := func(what string) (x apart) {
+		t.Helper()
+		eventually(ctx, t, what+" counts", func() bool {
+			before := x.TxBytes
+			if now := show(); len(now) == 1 && len(now[0].QPs) == 1 {
+				x = now[0]
+			}
+			return before > 0 && x.TxBytes > before
+		})
+		return x
+	}
+	none := func(when string) {
+		t.Helper()
+		if x := show(); len(x) > 0 {
+			t.Errorf("%s there are counters: %+v", when, x)
+		}
+	}
+
+	none("at first")
+	run(ctx, t, m, "rdma statistic qp set "+link+" auto type on")
+	stop := pingpong()
+	counts("a queue pair of type RC")
+	stop()
+	none("when the program has ended")
+	const size, n = 65536, 40
+	before := counter(ctx, t, a, "tx_bytes")
+	must[string](t)(lab.Perftest(ctx, a, b, "ib_write_bw", "-s", strconv.Itoa(size), "-n", strconv.Itoa(n)))
+	if sent := counter(ctx, t, a, "tx_bytes") - before; sent < n*size || sent >= 2*n*size {
+		t.Errorf("%d bytes are counted of at least %d that a queue pair sent apart", sent, n*size)
+	}
+	run(ctx, t, m, "rdma statistic qp set "+link+" auto off")
+
+	stop = pingpong()
+	bound := 0
+	for _, q := range rdmaTool[struct {
+		LQPN int
+		Type string
+	}](ctx, t, m, "resource show qp "+link) {
+		if q.Type == "RC" {
+			bound = q.LQPN
+		}
+	}
+	run(ctx, t, m, fmt.Sprintf("rdma statistic qp bind %s lqpn %d", link, bound))
+	x := counts("a queue pair that is bound by hand")
+	if x.QPs[0] != bound {
+		t.Errorf("queue pair %d counts, %d is bound", x.QPs[0], bound)
+	}
+	run(ctx, t, m, fmt.Sprintf("rdma statistic qp unbind %s cntn %d lqpn %d", link, x.ID, bound))
+	none("when the queue pair is not bound any more")
+	before = counter(ctx, t, a, "tx_bytes")
+	eventually(ctx, t, "the port counts instead", func() bool { return counter(ctx, t, a, "tx_bytes") > before })
+	stop()
 }
 
 // eachGID: every kind of GID of an interface, RoCE v1 and v2, IPv4 and IPv6, connects RC and UD queue pairs.

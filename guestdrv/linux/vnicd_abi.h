@@ -132,6 +132,7 @@ enum vnicd_opcode {
 	VNICD_CMD_DESTROY_MW	= 29,
 	VNICD_CMD_RESOLVE	= 30,
 	VNICD_CMD_COUNT_QP	= 31,	/* devices with VNICD_CAP_COUNT_QP only */
+	VNICD_CMD_MODIFY_CQ	= 32,	/* devices with VNICD_CAP_MODIFY_CQ only */
 };
 
 /* Status of a command; the driver maps them to errno as written. */
@@ -217,6 +218,7 @@ struct vnicd_device_attr {
 #define VNICD_CAP_FLUSH_GLOBAL	(1ULL << 10)	/* FLUSH to global visibility, on RC */
 #define VNICD_CAP_SET_MTT_RESUME (1ULL << 11)	/* VNICD_SET_MTT_RESUME */
 #define VNICD_CAP_COUNT_QP	(1ULL << 12)	/* COUNT_QP */
+#define VNICD_CAP_MODIFY_CQ	(1ULL << 13)	/* MODIFY_CQ */
 
 /* ODP-2: operations that may meet an absent page; as enum ib_odp_transport_cap_bits */
 #define VNICD_ODP_SEND		(1U << 0)
@@ -362,6 +364,17 @@ struct vnicd_resize_cq {
 	__le32 reserved;
 	struct vnicd_ring ring;
 	/* __le64 pa[ring.npages] */
+};
+
+/*
+ * MODIFY_CQ: an event that is due, because its completion was written and asked for, is
+ * posted when there are as many completions, or when the period since the first one has
+ * passed; at once if count is 0 or 1, or period 0, as for a new CQ.
+ */
+struct vnicd_modify_cq {
+	__le32 cqn;
+	__le16 count;
+	__le16 period;		/* microseconds */
 };
 
 struct vnicd_create_srq {

@@ -78,6 +78,7 @@ const (
 	CmdDestroyMW    Opcode = 29
 	CmdResolve      Opcode = 30
 	CmdCountQP      Opcode = 31 // devices with CapCountQP only
+	CmdModifyCQ     Opcode = 32 // devices with CapModifyCQ only
 )
 
 var opcodeNames = [...]string{
@@ -89,7 +90,7 @@ var opcodeNames = [...]string{
 	CmdSetMTT: "SET_MTT", CmdDestroyMR: "DESTROY_MR", CmdAttachMcast: "ATTACH_MCAST", CmdDetachMcast: "DETACH_MCAST",
 	CmdQueryStats: "QUERY_STATS", CmdClearMTT: "CLEAR_MTT", CmdResumeFault: "RESUME_FAULT",
 	CmdCreateMW: "CREATE_MW", CmdDestroyMW: "DESTROY_MW", CmdResolve: "RESOLVE",
-	CmdCountQP: "COUNT_QP",
+	CmdCountQP: "COUNT_QP", CmdModifyCQ: "MODIFY_CQ",
 }
 
 func (o Opcode) String() string {
@@ -143,6 +144,7 @@ const (
 	CapFlushGlobal  = 1 << 10 // FLUSH to global visibility, on RC
 	CapSetMTTResume = 1 << 11 // SetMTTResume
 	CapCountQP      = 1 << 12 // COUNT_QP
+	CapModifyCQ     = 1 << 13 // MODIFY_CQ
 )
 
 // Operations with on-demand paging, per transport: DeviceAttr.ODPRC and its siblings (ODP-2; the bits of enum

@@ -4,6 +4,7 @@ package abi
 const (
 	SizeCreateCQ     = 40
 	SizeResizeCQ     = 32
+	SizeModifyCQ     = 8
 	SizeCreateSRQ    = 40
 	SizeModifySRQ    = 40
 	SizeSRQAttr      = 8
@@ -83,6 +84,37 @@ func (x *ResizeCQ) Decode(b []byte) error {
 	}
 	x.fields(&c)
 	return c.end("vnicd_resize_cq")
+}
+
+// ModifyCQ is the request of MODIFY_CQ (struct vnicd_modify_cq). A completion event that is due is posted with Count
+// completions, or Period microseconds after the first of them; at once if Count is 0 or 1, or Period 0.
+type ModifyCQ struct {
+	CQN    uint32 `c:"cqn"`
+	Count  uint16 `c:"count"`
+	Period uint16 `c:"period"`
+}
+
+func (x *ModifyCQ) fields(c *codec) {
+	c.u32(&x.CQN)
+	c.u16(&x.Count)
+	c.u16(&x.Period)
+}
+
+// Encode writes SizeModifyCQ bytes to b; it panics if b is shorter.
+func (x *ModifyCQ) Encode(b []byte) {
+	c := encoder("vnicd_modify_cq", b, SizeModifyCQ)
+	x.fields(&c)
+}
+
+// Decode reads SizeModifyCQ bytes from b. It fails with a *DecodeError if b is
+// shorter.
+func (x *ModifyCQ) Decode(b []byte) error {
+	c, ok := decoder(b, SizeModifyCQ)
+	if !ok {
+		return short("vnicd_modify_cq", b, SizeModifyCQ)
+	}
+	x.fields(&c)
+	return c.end("vnicd_modify_cq")
 }
 
 // CreateSRQ is the request of CREATE_SRQ; Ring.NPages PAs follow; the reply is a Handle

@@ -54,9 +54,10 @@ func pdCost() cost {
 
 func cqCost(r *ring) cost {
 	return cost{
-		kind:   translate.CostObjects,
-		object: translate.AllocatedFor[cq](1) + translate.AllocatedFor[cqObject](1) + translate.MapEntry,
-		list:   r.mem.Footprint(),
+		kind: translate.CostObjects,
+		object: translate.AllocatedFor[cq](1) + translate.AllocatedFor[cqObject](1) + translate.MapEntry +
+			translate.AllocatedFor[moderation](1) + translate.AllocatedFor[loop.Timer](1) + cqCallback,
+		list: r.mem.Footprint(),
 	}
 }
 
@@ -84,6 +85,9 @@ func qpCost(q *qp) cost {
 
 // qpCallbacks bounds the function values that a QP registers with its loop and the host driver.
 const qpCallbacks = 512
+
+// cqCallback bounds the function value of a CQ's timer.
+const cqCallback = 64
 
 // stageOne returns the limits of the VM's regions.
 func (l *Limits) stageOne(a *translate.Account) translate.Limits {

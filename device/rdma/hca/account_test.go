@@ -107,6 +107,10 @@ var kinds = map[string]kind{
 	"CQs of one page":        {n: 4000, slack: 2, make: manyCQs(16, equal(1))},
 	"CQs of scattered pages": {n: 500, slack: 2, make: manyCQs(1<<16, scattered(1025))},
 	"CQs of equal pages":     {n: 200, slack: 2, make: manyCQs(1<<18, equal(4097))},
+	"moderated CQs": {n: 4000, slack: 2, make: func(g *guest, pd uint32, i int) {
+		manyCQs(16, equal(1))(g, pd, i)
+		g.must(abi.CmdModifyCQ, enc(abi.SizeModifyCQ, &abi.ModifyCQ{CQN: g.tables.lastCQ, Count: 9, Period: 9}))
+	}},
 	"SRQs": {n: 1000, slack: 2, make: func(g *guest, pd uint32, _ int) {
 		g.must(abi.CmdCreateSRQ, enc(abi.SizeCreateSRQ, &abi.CreateSRQ{PDN: pd, MaxSGE: 32, Ring: abi.Ring{
 			Length: abi.RingLength(1024, 10), NPages: 257, PageShift: 12, Log2ElemSize: 10, NumElems: 1024}},

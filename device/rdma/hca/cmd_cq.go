@@ -149,6 +149,20 @@ func (c *cmd) moveCQ(o *cqObject, to ring) error {
 	return err
 }
 
+func modifyCQ(c *cmd) error {
+	var r abi.ModifyCQ
+	if err := r.Decode(c.in); err != nil {
+		return err
+	}
+	o, err := c.t.cq(r.CQN)
+	if err != nil {
+		return err
+	}
+	o.moderate(r.Count, r.Period)
+	c.touch(recCQ, r.CQN)
+	return nil
+}
+
 func destroyCQ(c *cmd) error {
 	n, err := c.handle()
 	if err != nil {
@@ -167,6 +181,7 @@ func destroyCQ(c *cmd) error {
 		j.takeWord(o)
 	}
 	o.drop(c.d.account)
+	o.q.delayed.Store(false)
 	o.q.ceq.drop(&o.q.comp)
 	c.d.data.async.drop(&o.q.asyn)
 	return nil

@@ -216,7 +216,7 @@ func (d *Device) attr() abi.DeviceAttr {
 		MaxMTT: l.MTTs,
 		Caps: abi.CapAtomic | abi.CapAtomicWrite | abi.CapFlushGlobal | abi.CapSRQ | abi.CapUC | abi.CapMcast |
 			abi.CapRoCEv1 | abi.CapResizeCQ |
-			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW | abi.CapSetMTTResume | abi.CapCountQP,
+			abi.CapLocalDMALKey | abi.CapMemMgt | abi.CapMW | abi.CapSetMTTResume | abi.CapCountQP | abi.CapModifyCQ,
 		ODPRC: odpUD | abi.ODPWrite | abi.ODPRead | abi.ODPAtomic, ODPUC: odpUD | abi.ODPWrite, ODPUD: odpUD,
 		MaxMW: uint32(l.MRs), MaxFastReg: abi.MaxFastReg,
 	}

@@ -51,6 +51,7 @@ var commandTable = [...]struct {
 	abi.CmdDestroyMW:    {abi.SizeHandle, false, 0, destroyMW},
 	abi.CmdResolve:      {abi.SizeResolve, false, abi.SizeResolveResp, resolveGID},
 	abi.CmdCountQP:      {abi.SizeCountQP, false, abi.SizeStats, countQP},
+	abi.CmdModifyCQ:     {abi.SizeModifyCQ, false, 0, modifyCQ},
 }
 
 const maxReply = 256 // at least the largest of the table

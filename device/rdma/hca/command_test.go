@@ -480,6 +480,8 @@ func (f *fuzzGuest) step() {
 			}
 		}
 		b = enc(abi.SizeQPAttr, &a)
+	case abi.CmdModifyCQ:
+		b = enc(abi.SizeModifyCQ, &abi.ModifyCQ{CQN: cq, Count: uint16(r.UintN(5)), Period: uint16(r.UintN(3) * 100)})
 	case abi.CmdCountQP:
 		b = enc(abi.SizeCountQP, &abi.CountQP{QPN: qp, Flags: r.Uint32N(3)})
 	case abi.CmdCreateMR:

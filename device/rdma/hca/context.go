@@ -354,8 +354,9 @@ func (r *restorer) cq(x *cqContext) error {
 		}
 	}
 	if x.completions != 0 {
-		q.ceq.post(&q.comp, 1)
+		q.ceq.post(&q.comp, eventNow)
 	}
+	r.t.cqs[x.n].moderate(x.count, x.period)
 	r.events(&q.asyn, x.events)
 	return nil
 }
@@ -574,10 +575,17 @@ func (d *Device) takeGroups() (out []groupContext) {
 }
 
 func takeCQ(d *dataSide, q *cq) cqContext {
-	return cqContext{
+	x := cqContext{
 		n: q.n, ring: takeRing(&q.r), arm: q.arm, ceq: uint32(slices.Index(d.ceqs, q.ceq)), prod: q.prod, cons: q.cons,
 		failed: q.failed.Load(), completions: q.comp.bits.Load(), events: q.asyn.bits.Load(),
 	}
+	if q.delayed.Load() {
+		x.completions |= eventLater
+	}
+	if m := q.moderation.Load(); m != nil {
+		x.count, x.period = m.count, m.period
+	}
+	return x
 }
 
 // takeQPs adds the states of all QPs, each on its engine.

@@ -65,6 +65,8 @@ type cqContext struct {
 	failed      bool
 	completions uint32 // completion events that were not posted, bits
 	events      uint32 // asynchronous events that were not posted, bits
+
+	count, period uint16 // MODIFY_CQ; since version 7
 }
 
 type srqContext struct {
@@ -186,6 +188,10 @@ func (x *cqContext) record(c *record.Codec) {
 	c.Bool(&x.failed)
 	record.Num(c, &x.completions)
 	record.Num(c, &x.events)
+	if c.Since(7) {
+		record.Num(c, &x.count)
+		record.Num(c, &x.period)
+	}
 }
 
 func (x *srqContext) record(c *record.Codec) {

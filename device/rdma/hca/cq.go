@@ -34,6 +34,10 @@ type cq struct {
 	seq    uint64        // journal.go
 	word   *journal.Word // in the journal; nil: there is none
 
+	moderation atomic.Pointer[moderation] // of its events; nil: there is none
+	delayed    atomic.Bool                // an event is due that was not posted
+	first      uint32                     // prod with the first completion of that event
+
 	failed atomic.Bool // overrun, or its memory is gone: no more CQEs are written
 	notice cqNotice
 
@@ -45,6 +49,7 @@ type cq struct {
 func newCQ(d *dataSide, n uint32, r ring, arm translate.PA, ceq *eventQueue) *cq {
 	c := &cq{dev: d, n: n, r: r, arm: arm, ceq: ceq, seq: 1}
 	c.comp.init(n, nodeCompletion)
+	c.comp.cq = c
 	c.asyn.init(n, nodeCQ)
 	c.asyn.cq = c
 	return c
@@ -99,6 +104,9 @@ func (c *cq) produce(wc *abi.WC, solicited bool) {
 	}
 	switch arm.Load() {
 	case abi.ArmNone:
+		if c.delayed.Load() {
+			c.counted()
+		}
 		return
 	case abi.ArmSolicited:
 		if !solicited {
@@ -106,7 +114,7 @@ func (c *cq) produce(wc *abi.WC, solicited bool) {
 		}
 	}
 	if arm.Swap(abi.ArmNone) != abi.ArmNone {
-		c.ceq.post(&c.comp, 1)
+		c.due()
 	}
 }
 

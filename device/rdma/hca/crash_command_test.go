@@ -175,7 +175,8 @@ func crashInCommands(t *testing.T, at int) (points int) {
 	out = c.run(
 		command{abi.CmdSetMTT, enc(abi.SizeSetMTT, &abi.SetMTT{Handle: mr.Handle, Count: 2}, uint64(mem), uint64(mem)+4096)},
 		qpOf(abi.QPTypeUD), command{abi.CmdResizeCQ, enc(abi.SizeResizeCQ, &abi.ResizeCQ{CQN: cqn, Ring: larger.desc},
-			larger.pas...)})
+			larger.pas...)},
+		command{abi.CmdModifyCQ, enc(abi.SizeModifyCQ, &abi.ModifyCQ{CQN: cqn, Count: 4, Period: 16})})
 	qpn := handleOf(out[1])
 	modify := func(state uint8, mask uint32) command {
 		return command{abi.CmdModifyQP, enc(abi.SizeQPAttr, &abi.QPAttr{QPN: qpn, QPState: state, PortNum: 1,
@@ -213,6 +214,8 @@ func crashInCommands(t *testing.T, at int) (points int) {
 	}
 	if o := tb.cqs[cqn]; o == nil || o.q.r.mask != 127 {
 		t.Errorf("CQ %d does not have its second ring", cqn)
+	} else if m := o.q.moderation.Load(); m == nil || m.count != 4 || m.period != 16 {
+		t.Errorf("CQ %d is moderated by %+v, want 4 completions or 16 us", cqn, m)
 	}
 	if o := tb.srqs[srqn]; o == nil || o.q.limit != 5 {
 		t.Errorf("SRQ %d does not have its limit", srqn)

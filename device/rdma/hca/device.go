@@ -368,6 +368,9 @@ func (d *Device) wipe() (lost bool) {
 			e.forgetDoorbells()
 		})
 	}
+	for _, o := range t.cqs {
+		o.q.delayed.Store(false)
+	}
 	// No thread posts events any more; pending events concern destroyed objects.
 	for _, e := range d.data.engines {
 		e.onLoop(func() {

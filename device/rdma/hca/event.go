@@ -45,12 +45,20 @@ type eventNode struct {
 	queued atomic.Bool
 	next   *eventNode // in the list that holds the node
 
-	cq    *cq               // nodeCQ
+	cq    *cq               // nodeCompletion, nodeCQ
 	fault *guestFault       // nodeFault
 	wake  func(bits uint32) // nodeAnswers
 }
 
 func (n *eventNode) init(handle uint32, k nodeKind) { n.handle, n.kind = handle, k }
+
+// failing returns the CQ whose failure the node tells, or nil.
+func (n *eventNode) failing() *cq {
+	if n.kind == nodeCQ {
+		return n.cq
+	}
+	return nil
+}
 
 // unqueue empties a node that has left its list: the next post queues it again.
 func (n *eventNode) unqueue() uint32 {
@@ -211,6 +219,10 @@ func (eq *eventQueue) run() {
 	for eq.waiting.first != nil && (eq.telling == nil || eq.signal()) {
 		n := eq.waiting.pop()
 		bits := n.unqueue()
+		if bits&eventLater != 0 && n.kind == nodeCompletion {
+			n.cq.expect()
+			bits &^= eventLater
+		}
 		if left, ok := eq.emit(n, bits); !ok {
 			eq.waiting.unpop(n, left)
 			break
@@ -240,7 +252,7 @@ func (eq *eventQueue) recall() {
 	eq.waiting.collect(&eq.incoming)
 	var seen []*eventNode
 	for n := eq.waiting.first; n != nil; n = n.next {
-		if n.cq != nil && n.cq.told(eq.q.Base()) {
+		if c := n.failing(); c != nil && c.told(eq.q.Base()) {
 			seen = append(seen, n)
 		}
 	}
@@ -254,11 +266,12 @@ func (eq *eventQueue) recall() {
 // emit posts n's events, lowest type first. It returns the events that are left, and
 // false if the driver has no buffer or the next buffer is absent.
 func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
+	failing := n.failing()
 	for t := uint32(0); bits>>t != 0; t++ {
 		if bits&(1<<t) == 0 {
 			continue
 		}
-		if n.cq != nil && !eq.signal() { // its event comes alone
+		if failing != nil && !eq.signal() { // its event comes alone
 			return bits, false
 		}
 		if !eq.popBuffer() {
@@ -268,19 +281,19 @@ func (eq *eventQueue) emit(n *eventNode, bits uint32) (uint32, bool) {
 		if n.kind == nodeFault {
 			n.fault.posting() // its fields have been read: from here on it may be answered and raised again
 		}
-		if n.cq != nil {
-			n.cq.setNotice(cqUntold|cqTelling, eq.q.Base())
+		if failing != nil {
+			failing.setNotice(cqUntold|cqTelling, eq.q.Base())
 			point()
 		}
 		written := eq.write(n)
-		if !written && n.cq != nil {
-			n.cq.setNotice(cqUntold, 0)
+		if !written && failing != nil {
+			failing.setNotice(cqUntold, 0)
 		}
 		if !written && (n.kind != nodeFault || n.fault.unposted()) {
 			return bits, false
 		}
 		bits &^= 1 << t
-		eq.telling = n.cq
+		eq.telling = failing
 	}
 	return 0, true
 }

@@ -426,7 +426,7 @@ func (d *Device) publishPast(e *engine) {
 		if v, m := o.q.r.index(abi.RingConsumerOff); m.OK() {
 			o.q.cons = v
 		}
-		o.q.ceq.post(&o.q.comp, 1)
+		o.q.ceq.post(&o.q.comp, eventNow)
 	}
 	for _, o := range t.srqs {
 		if o.owner == e || o.owner == nil && e.id == 0 {

@@ -13,8 +13,8 @@ import (
 
 // contextVersion is the version of the encoding. 2: connections that connection management made; 3: atomics that a
 // killed process has executed. 4: states of QPs in words; the driver's nonce. 5: in the journal, MTT entries in parts.
-// 6: whether the peer of a QP is a vnicd.
-const contextVersion = 6
+// 6: whether the peer of a QP is a vnicd. 7: moderation of CQs' events.
+const contextVersion = 7
 
 const (
 	// maxContext bounds a context, in bytes. Lists of pages make up nearly all of it.

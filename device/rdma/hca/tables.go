@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"github.com/vnicd/vnicd/device/loop"
 	"github.com/vnicd/vnicd/device/rdma/abi"
 	"github.com/vnicd/vnicd/device/rdma/roce"
 	"github.com/vnicd/vnicd/device/virtio"
@@ -30,7 +31,20 @@ type cqObject struct {
 	ring  held
 	arm   held
 	cost  cost
-	word  int // in the journal, if there is one
+	word  int         // in the journal, if there is one
+	timer *loop.Timer // for moderation; nil: there was none yet
+}
+
+// moderate delays the CQ's events (abi.ModifyCQ).
+func (o *cqObject) moderate(count, period uint16) {
+	if count < 2 || period == 0 {
+		o.q.moderate(nil)
+		return
+	}
+	if o.timer == nil {
+		o.timer = o.q.newModerationTimer()
+	}
+	o.q.moderate(&moderation{count, period, o.timer})
 }
 
 // drop ends what a CQ that no QP uses holds, and credits it.

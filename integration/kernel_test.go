@@ -46,6 +46,27 @@ func nvme(ctx context.Context, t *testing.T, host, target *qemu.Machine, addr st
 	}
 }
 
+// moderated runs f while ib_core moderates the completion queues that are made on a VM (rdma_dim), until it has asked
+// the driver to. The module is loaded again, because ib_core keeps completion queues for its users.
+func moderated(ctx context.Context, t *testing.T, m *qemu.Machine, f func()) {
+	t.Helper()
+	const trace = "/sys/kernel/tracing/"
+	run(ctx, t, m, "rmmod vnicd")
+	check(t, lab.LoadModule(ctx, m))
+	run(ctx, t, m, "mountpoint -q "+trace+" || mount -t tracefs none "+trace+"\n"+
+		"echo 'p:moderated vnicd_modify_cq count=$arg2:u16 period=$arg3:u16' > "+trace+"kprobe_events\n"+
+		"echo 1 > "+trace+"events/kprobes/moderated/enable\n"+
+		"rdma dev set "+lab.Device+" adaptive-moderation on")
+	eventually(ctx, t, "the driver moderates a completion queue", func() bool {
+		f()
+		calls := run(ctx, t, m, "grep -o 'count=.*' "+trace+"trace || true")
+		t.Logf("%d changes of moderation: %s", strings.Count(calls, "count="), strings.ReplaceAll(calls, "\n", ", "))
+		return calls != ""
+	})
+	run(ctx, t, m, "rdma dev set "+lab.Device+" adaptive-moderation off\n"+
+		"echo 0 > "+trace+"events/kprobes/moderated/enable\necho > "+trace+"kprobe_events")
+}
+
 // nfsServer exports a directory over RDMA. The grace time is short: no client has locks to reclaim, and newer kernels
 // do not end it on demand.
 const nfsServer = `set -e
@@ -165,6 +186,9 @@ func TestKernelConsumers(t *testing.T) {
 	a, b := w.vms[0], w.vms[1]
 	w.load(ctx, t)
 	t.Run("nvme", func(t *testing.T) { nvme(ctx, t, a, b, vmB.Addr) })
+	t.Run("nvme, adaptive moderation", func(t *testing.T) {
+		moderated(ctx, t, a, func() { nvme(ctx, t, a, b, vmB.Addr) })
+	})
 	quietKernels(ctx, t, w.vms...)
 	t.Run("nfs", func(t *testing.T) {
 		addr, _, _ := strings.Cut(vmB.Addr, "/")

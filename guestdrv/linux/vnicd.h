@@ -284,7 +284,9 @@ struct vnicd_cq {
 	bool user;
 	struct vnicd_arm *arm;
 	atomic_t armed;			/* events requested by the consumer */
-	struct mutex resize_lock;	/* guards ring (processes) */
+	struct mutex resize_lock;	/* guards ring (processes), and moderation */
+	u16 count;			/* moderation, as the consumer chose it */
+	u16 period;			/* microseconds */
 	struct vnicd_ring_mem *ring;
 
 	spinlock_t lock;		/* guards polling and the lists below */
@@ -461,6 +463,7 @@ int vnicd_cmd_set_ah_table(struct vnicd_dev *vd, struct vnicd_ah *table,
 int vnicd_cmd_create_pd(struct vnicd_dev *vd, u32 *pdn);
 int vnicd_cmd_create_cq(struct vnicd_dev *vd, struct vnicd_ring_mem *ring,
 			__le32 *arm, u32 ceq, u32 *cqn);
+int vnicd_cmd_modify_cq(struct vnicd_dev *vd, u32 cqn, u16 count, u16 period);
 int vnicd_cmd_resize_cq(struct vnicd_dev *vd, u32 cqn, struct vnicd_ring_mem *ring);
 int vnicd_cmd_create_srq(struct vnicd_dev *vd, u32 pdn, u32 max_sge, u32 limit,
 			 struct vnicd_ring_mem *ring, u32 *srqn);
@@ -576,6 +579,7 @@ int vnicd_fill_stat_mr_entry(struct sk_buff *msg, struct ib_mr *ibmr);
 /* vnicd_verbs_cq.c */
 int vnicd_create_cq(struct ib_cq *ibcq, const struct ib_cq_init_attr *attr,
 		    vnicd_cq_attrs attrs);
+int vnicd_modify_cq(struct ib_cq *ibcq, u16 count, u16 period);
 #ifdef VNICD_HAVE_RESIZE_USER_CQ
 int vnicd_resize_cq(struct ib_cq *ibcq, unsigned int cqe, struct ib_udata *udata);
 #else

@@ -260,6 +260,18 @@ int vnicd_cmd_resize_cq(struct vnicd_dev *vd, u32 cqn, struct vnicd_ring_mem *ri
 				NULL, 0);
 }
 
+/* period: microseconds */
+int vnicd_cmd_modify_cq(struct vnicd_dev *vd, u32 cqn, u16 count, u16 period)
+{
+	struct vnicd_modify_cq req = {
+		.cqn = cpu_to_le32(cqn),
+		.count = cpu_to_le16(count),
+		.period = cpu_to_le16(period),
+	};
+
+	return vnicd_exec(vd, VNICD_CMD_MODIFY_CQ, &req, sizeof(req), NULL, 0);
+}
+
 int vnicd_cmd_create_srq(struct vnicd_dev *vd, u32 pdn, u32 max_sge, u32 limit,
 			 struct vnicd_ring_mem *ring, u32 *srqn)
 {

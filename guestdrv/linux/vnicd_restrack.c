@@ -25,12 +25,16 @@ int vnicd_fill_res_cq_entry(struct sk_buff *msg, struct ib_cq *ibcq)
 {
 	struct nlattr *table = nla_nest_start(msg, RDMA_NLDEV_ATTR_DRIVER);
 	struct vnicd_cq *cq = to_vcq(ibcq);
+	int err;
 
 	if (!table)
 		return -EMSGSIZE;
-	return vnicd_details_end(msg, table,
-		rdma_nl_put_driver_u32(msg, "cqn", cq->cqn) ||
-		rdma_nl_put_driver_u32(msg, "armed", atomic_read(&cq->armed)));
+	err = rdma_nl_put_driver_u32(msg, "cqn", cq->cqn) ||
+	      rdma_nl_put_driver_u32(msg, "armed", atomic_read(&cq->armed));
+	if (READ_ONCE(cq->period))
+		err = err || rdma_nl_put_driver_u32(msg, "event_count", READ_ONCE(cq->count)) ||
+		      rdma_nl_put_driver_u32(msg, "event_period_us", READ_ONCE(cq->period));
+	return vnicd_details_end(msg, table, err);
 }
 
 /* Requests that the consumer has posted and not polled; a process's own are in its memory. */

@@ -328,6 +328,10 @@ static const struct ib_device_ops vnicd_srq_ops = {
 	INIT_RDMA_OBJ_SIZE(ib_srq, vnicd_srq, base),
 };
 
+static const struct ib_device_ops vnicd_moderation_ops = {
+	.modify_cq = vnicd_modify_cq,
+};
+
 static const struct ib_device_ops vnicd_odp_ops = {
 	.advise_mr = vnicd_advise_mr,
 	.fill_stat_mr_entry = vnicd_fill_stat_mr_entry,
@@ -382,6 +386,8 @@ int vnicd_ib_register(struct vnicd_dev *vd)
 		ib_set_device_ops(ibdev, &vnicd_fast_reg_ops);
 	if (vd->lim.caps & VNICD_CAP_MW)
 		ib_set_device_ops(ibdev, &vnicd_mw_ops);
+	if (vd->lim.caps & VNICD_CAP_MODIFY_CQ)
+		ib_set_device_ops(ibdev, &vnicd_moderation_ops);
 	if (vd->lim.caps & VNICD_CAP_COUNT_QP)
 		ib_set_device_ops(ibdev, &vnicd_counter_ops);
 

@@ -218,6 +218,22 @@ int vnicd_resize_cq(struct ib_cq *ibcq, int cqe, struct ib_udata *udata)
 	return err;
 }
 
+/* rdma_set_cq_moderation(), and ib_core's where adaptive moderation is on. */
+int vnicd_modify_cq(struct ib_cq *ibcq, u16 count, u16 period)
+{
+	struct vnicd_cq *cq = to_vcq(ibcq);
+	int err;
+
+	mutex_lock(&cq->resize_lock);
+	err = vnicd_cmd_modify_cq(to_vd(ibcq->device), cq->cqn, count, period);
+	if (!err) {
+		WRITE_ONCE(cq->count, count);
+		WRITE_ONCE(cq->period, period);
+	}
+	mutex_unlock(&cq->resize_lock);
+	return err;
+}
+
 /*
  * The consumer's wr_id for a token, if the token is outstanding and its completions
  * belong to @cq. Otherwise the CQE is forged.

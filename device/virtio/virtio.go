@@ -121,8 +121,7 @@ type Survivor interface {
 	Revive(journal int) error
 }
 
-// NetDevice is implemented by network devices, for what only they need of a transport. Their queues are counted in
-// pairs.
+// NetDevice is implemented by network devices, for what only they need of a transport.
 type NetDevice interface {
 	// SendRARP announces mac on the network after a migration (in vhost-user: VHOST_USER_SEND_RARP).
 	SendRARP(mac [6]byte)

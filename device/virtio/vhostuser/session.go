@@ -291,11 +291,9 @@ func (se *session) dispatch(m *Message) (reply []byte, err error) {
 	case ReqGetProtocolFeatures:
 		return AppendU64(nil, se.protos), nil
 	case ReqGetQueueNum:
-		n := se.srv.queues
-		if _, ok := se.dev.(virtio.NetDevice); ok {
-			n /= 2
-		}
-		return AppendU64(nil, uint64(n)), nil
+		// Of network devices, too, it is the number of virtqueues. Cloud Hypervisor compares it with that, and refuses a card
+		// with fewer. QEMU and DPDK compare it with pairs, so that what they want in excess is refused later.
+		return AppendU64(nil, uint64(se.srv.queues)), nil
 	case ReqGetMaxMemSlots:
 		return AppendU64(nil, MaxMemSlots), nil
 	case ReqGetStatus:

@@ -280,13 +280,13 @@ func must(t testing.TB, errs ...error) {
 	}
 }
 
-// TestNetMessages: RARP, MTU and the number of queue pairs.
+// TestNetMessages: RARP, MTU and the number of queues.
 func TestNetMessages(t *testing.T) {
 	h := newHost(t, 2, true)
 	a := h.vm(1, 1).boot(0, 2000, 8)
 	c := h.vm(2, 3)
 	cl, _ := rawClient(t, c.path)
-	if n, err := cl.QueueNum(); n != 3 || err != nil {
+	if n, err := cl.QueueNum(); n != 6 || err != nil {
 		t.Fatal(n, err)
 	}
 	if f, err := cl.GetProtocolFeatures(); err != nil || f&vhostuser.ProtoConfig != 0 {

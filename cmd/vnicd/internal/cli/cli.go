@@ -106,9 +106,9 @@ Exit status: 0 success, 1 failure, 2 wrong command line or configuration.`,
 	root.PersistentFlags().StringVarP(&a.config, "config", "c", DefaultConfig,
 		"configuration `file`; its fragments are in its .d")
 	root.AddCommand(a.runCmd(), a.reloadCmd(), a.upgradeCmd(), a.checkCmd(), a.schemaCmd(), a.statusCmd(), a.topCmd(),
-		a.qemuArgsCmd(), a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(), a.connectionCmd(), a.evpnCmd(),
-		a.captureCmd(), a.attachCmd(), a.detachCmd(), a.migrateCmd(), a.libvirtCmd(), a.cdiCmd(), a.devicePluginCmd(),
-		a.backendCmd(), a.labCmd())
+		a.qemuArgsCmd(), a.vmmArgsCmd(), a.networkCmd(), a.vmCmd(), a.portCmd(), a.fdbCmd(), a.neighCmd(),
+		a.connectionCmd(), a.evpnCmd(), a.captureCmd(), a.attachCmd(), a.detachCmd(), a.migrateCmd(), a.libvirtCmd(),
+		a.cdiCmd(), a.devicePluginCmd(), a.backendCmd(), a.labCmd())
 	addHelp(root, "")
 	a.completeFlags(root)
 	// Where nothing else is said, names of files are not completed.

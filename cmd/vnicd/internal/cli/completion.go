@@ -19,8 +19,8 @@ import (
 // completer returns the completions of one word of a command line.
 type completer = cobra.CompletionFunc
 
-// completionTime bounds the daemon's time to answer while a user waits for completions.
-const completionTime = time.Second
+// completionTime bounds the daemon's time to answer while a user waits for completions. Tests change it.
+var completionTime = time.Second
 
 // nameKind is a kind of names.
 type nameKind uint8
@@ -133,7 +133,7 @@ func valuesOf(key string) completer {
 // values are what completes the values of flags, and of keys among the arguments.
 func (a *app) values() map[string]completer {
 	return map[string]completer{
-		"config": files, "control": files, "qemu": files, "qmp": files, "socket-path": files, "write": files,
+		"config": files, "control": files, "qemu": files, "binary": files, "qmp": files, "socket-path": files, "write": files,
 		"output": files, "destination": files,
 		"logs": directories,
 

@@ -31,6 +31,9 @@ var helps = map[string]help{
 	"top":     {"", "vnicd top\nvnicd top -n 10 -d 1s >rates.txt"},
 	"qemu-args": {"",
 		"qemu-system-x86_64 $(vnicd qemu-args vm1) -accel kvm -drive file=disk.qcow2\nvnicd qemu-args --lines vm1"},
+	"vmm-args": {"",
+		"cloud-hypervisor $(vnicd vmm-args cloud-hypervisor vm1) --kernel vmlinux --disk path=disk.raw\n" +
+			"vnicd vmm-args --lines cloud-hypervisor vm1"},
 	"libvirt-xml": {"", "vnicd libvirt-xml vm1"},
 	"cdi": {"",
 		"vnicd cdi\nvnicd cdi -o /etc/cdi/vnicd.json && podman run --device vnicd.io/application=app image"},

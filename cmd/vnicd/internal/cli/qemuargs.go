@@ -17,8 +17,8 @@ import (
 )
 
 func (a *app) qemuArgsCmd() *cobra.Command {
-	var memory int
-	var noMemory, huge, lines, migratable bool
+	var f argsFlags
+	var migratable bool
 	var binary string
 	c := &cobra.Command{
 		Use:   "qemu-args VM",
@@ -40,17 +40,17 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			if err != nil {
 				return err
 			}
-			if memory < 16 || memory > 1<<20 {
-				return usageError{fmt.Errorf("--memory must be 16 to 1048576 MiB, found %d", memory)}
+			if err := f.check(); err != nil {
+				return err
 			}
 			kind, err := chooseHCA(c.Context(), vm, binary, migratable)
 			if err != nil {
 				return err
 			}
 			var out []string
-			if !noMemory {
+			if !f.noMemory {
 				out = append(out, "-M", qemu.MachineType)
-				out = append(out, qemu.MemoryArgs(memory, huge)...)
+				out = append(out, qemu.MemoryArgs(f.memory, f.huge)...)
 			}
 			out = append(out, qemu.NetArgs(cfg.NetSocket(vm), qemu.NetID(vm.Name), vm.MAC.String(),
 				networkMTU(cfg, running, vm.Network), vm.Queues)...)
@@ -63,24 +63,46 @@ by other options (-object memory-backend-memfd,share=on with -M memory-backend=)
 			if vm.QMP != "" {
 				out = append(out, qemu.MonitorArgs(vm.QMP)...)
 			}
-			if lines {
-				for i := 0; i+1 < len(out); i += 2 {
-					fmt.Fprintf(a.out, "%s %s\n", out[i], out[i+1])
-				}
-				return nil
-			}
-			fmt.Fprintln(a.out, strings.Join(out, " "))
+			a.printArgs(out, f.lines)
 			return nil
 		},
 	}
-	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
-	c.Flags().IntVarP(&memory, "memory", "m", 1024, "guest memory in `MiB`")
-	c.Flags().BoolVar(&huge, "huge-pages", false, "take the guest's memory from the host's huge pages")
-	c.Flags().BoolVar(&noMemory, "no-memory", false, "print the devices only")
-	c.Flags().BoolVar(&lines, "lines", false, "print one option per line, for reading")
+	f.add(a, c)
 	c.Flags().StringVar(&binary, "qemu", "", whichQEMU)
 	c.Flags().BoolVar(&migratable, "migratable", false, whichMigrates)
 	return c
+}
+
+// argsFlags are the flags of the commands that print a VMM's arguments.
+type argsFlags struct {
+	memory                int
+	noMemory, huge, lines bool
+}
+
+func (f *argsFlags) add(a *app, c *cobra.Command) {
+	c.Flags().StringVar(&a.control, "control", "", "control socket `path`")
+	c.Flags().IntVarP(&f.memory, "memory", "m", 1024, "guest memory in `MiB`")
+	c.Flags().BoolVar(&f.huge, "huge-pages", false, "take the guest's memory from the host's huge pages")
+	c.Flags().BoolVar(&f.noMemory, "no-memory", false, "print the devices only")
+	c.Flags().BoolVar(&f.lines, "lines", false, "print one option per line, for reading")
+}
+
+func (f *argsFlags) check() error {
+	if f.memory < 16 || f.memory > 1<<20 {
+		return usageError{fmt.Errorf("--memory must be 16 to 1048576 MiB, found %d", f.memory)}
+	}
+	return nil
+}
+
+// printArgs prints pairs of an option and its value.
+func (a *app) printArgs(pairs []string, lines bool) {
+	if !lines {
+		fmt.Fprintln(a.out, strings.Join(pairs, " "))
+		return
+	}
+	for i := 0; i+1 < len(pairs); i += 2 {
+		fmt.Fprintf(a.out, "%s %s\n", pairs[i], pairs[i+1])
+	}
 }
 
 const whichQEMU = "print what this QEMU `binary` has, if it has the devices [the first qemu-system-x86_64 in PATH]"

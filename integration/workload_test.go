@@ -261,8 +261,12 @@ func nvmeDone(ctx context.Context, t *testing.T, s *stand) {
 	check(t, s.nvmeEnd())
 }
 
-// rounds follows a client's rping that is not to end: it prints how many rounds have been right, and what is not one.
-const rounds = ` 2>&1 | awk 'NR % 16 == 0 {print NR; fflush()} !/ping data/ {print}'; exit 1`
+// rounds is a shell script that runs a client's rping which is not to end: it prints how many rounds have been right,
+// at most once a second, and what is not one. Without -W interactive mawk waits until it has read many rounds.
+func rounds(rping string) string {
+	return "stdbuf -oL " + rping + ` 2>&1 | mawk -W interactive '!/ping data/ {print; next}
+	{n++; now = systime()} now != last {print n; fflush(); last = now}'; exit 1`
+}
 
 // cmLoad: one rdma_cm connection for ever, and new ones all the time, to one server. Both ends compare all bytes. rping
 // exits with 0 even if it fails, so its exchanges are counted.
@@ -271,7 +275,7 @@ func cmLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 		&guestProgram{name: "rping server", vm: s.server.VM, line: "exec rping -s -P -V -S 2000 -a 0.0.0.0",
 			ready: "rdma resource show cm_id | grep -q 'state LISTEN'"},
 		&guestProgram{name: "rping", vm: s.client.VM, progress: "tail -n 1 /tmp/rping.out",
-			line: "rping -c -v -V -S 500 -C 1000000000 -a " + s.server.Addr + rounds},
+			line: rounds("rping -c -v -V -S 500 -C 1000000000 -a " + s.server.Addr)},
 		&guestProgram{name: "rping again", vm: s.client.VM, ends: true, progress: "tail -n 1 /tmp/rping-again.out",
 			line: fmt.Sprintf(`trap 'stop=1' INT
 until [ "$stop" ]; do
@@ -299,7 +303,7 @@ func appLoad(ctx context.Context, t *testing.T, s *stand) []*guestProgram {
 		return strings.Contains(s.app.LogTail(), "waiting for a client")
 	})
 	return start(ctx, t, &guestProgram{name: "rping to a host", vm: s.server.VM,
-		progress: "tail -n 1 /tmp/rping-to-a-host.out", line: "rping -c -v -V -S 3000 -C 1000000000 -a " + addr + rounds})
+		progress: "tail -n 1 /tmp/rping-to-a-host.out", line: rounds("rping -c -v -V -S 3000 -C 1000000000 -a " + addr)})
 }
 
 // appDone: the program has noticed nothing but the end of its connection, perhaps in the middle of a round.

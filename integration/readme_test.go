@@ -149,6 +149,13 @@ var readmeSteps = map[string]func(u *user, t *testing.T, command string){
 	"qemu-system-x86_64 … $(vnicd qemu-args vm1)": func(u *user, t *testing.T, command string) {
 		u.startQEMU(t, "vm1", strings.Replace(command, "…", u.machineArgs("vm1"), 1))
 	},
+	"cloud-hypervisor … $(vnicd vmm-args cloud-hypervisor vm1)": func(u *user, t *testing.T, command string) {
+		// That VMM needs KVM. What is printed is tried.
+		_, inner, _ := strings.Cut(strings.TrimSuffix(command, ")"), "$(")
+		if out := u.run(t, inner); !strings.Contains(out, "--generic-vhost-user id=vm1-hca,") {
+			t.Errorf("%s: %s", inner, out)
+		}
+	},
 	"scp build/vnicd-dkms_*.deb guest:": func(u *user, t *testing.T, command string) {
 		u.tryGuestPackage(t)
 	},

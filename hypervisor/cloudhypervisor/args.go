@@ -18,6 +18,8 @@ const (
 	Oldest = 52
 	// deviceType is the first version in which the device's VIRTIO ID is called so, and virtio_id is deprecated.
 	deviceType = 53
+	// Newest stands for a version that is not known.
+	Newest = deviceType
 
 	rdmaDevice   = 42 // VIRTIO ID of an RDMA device
 	hcaQueueSize = 256
@@ -82,6 +84,3 @@ func Version(ctx context.Context, binary string) (int, error) {
 	}
 	return n, err
 }
-
-// Newest stands for a version that is not known.
-const Newest = deviceType
